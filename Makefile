@@ -25,7 +25,7 @@ help:
 	@echo "make check     ruff (format and lint) and mypy"
 	@echo "make docs      build the documentation into site/; open site/index.html"
 	@echo "make format    let ruff rewrite the files"
-	@echo "make clean     remove .venv and caches"
+	@echo "make clean     remove .venv, caches and build outputs"
 
 # Install torch first, so that no other requirement can install a different build of it.
 $(RUN): pyproject.toml constraints.txt

@@ -26,7 +26,7 @@ PYTHONS = ("3.11", "3.12", "3.13")
 # What a CPU build of torch requires: the regular wheel's list without CUDA and Triton.
 CPU_REQUIRES = ("filelock", "typing-extensions", "setuptools", "sympy", "networkx", "jinja2", "fsspec")
 
-# pip chooses wheels by --platform, but evaluates markers for the machine that it runs on, so replace these markers.
+# pip chooses wheels by --platform, but evaluates markers for the machine that it runs on, so PIP replaces the markers.
 PIP = """
 import json, sys
 from pip._vendor.packaging import markers
@@ -81,7 +81,7 @@ def group(groups: dict[str, list[str | dict[str, str]]], name: str) -> list[str]
 
 
 def makefile_triton() -> str:
-    """Return the requirement by which the Makefile adds Triton to torch's CPU build on Linux."""
+    """Return the Makefile's requirement for Triton, which torch's CPU build on Linux does not install."""
     found = re.search(r"^TRITON := (\S+)$", (ROOT / "Makefile").read_text(), re.M)
     if found is None:
         raise SystemExit("check_install: the Makefile no longer has a line 'TRITON := ...'")
@@ -128,7 +128,7 @@ def problem(found: dict[str, str], kind: str) -> str:
 
 
 def main() -> int:
-    """Resolve every combination, print a line for each, and return 1 if one fails."""
+    """Resolve every combination, print a line for each, and return 1 if any of them fails."""
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(4) as pool:
         folder = Path(name)
         pins = (ROOT / "constraints.txt").read_text().splitlines()

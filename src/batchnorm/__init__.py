@@ -21,9 +21,10 @@ To train a network:
 
 - ``BatchNorm1d``, ``BatchNorm2d``, ``BatchNorm3d``: drop-in replacements for the layers of ``torch.nn``, for networks
   that you write. Their constructors take ``activation="relu"``, and their calls take ``residual=`` and ``mask=``.
-- ``Sync()``, ``Ghost(32)``, ``Renorm()``: pass one as ``statistics=``. ``Sync`` is for several GPUs, ``Ghost`` for
-  large batches that should behave like small ones, ``Renorm`` for small batches.
-- ``freeze_(net)``, ``unfreeze_(net)``: keep statistics, gamma and beta as they are, to fine-tune with small batches.
+- ``Sync()``, ``Ghost(32)``, ``Renorm()``: pass one as ``statistics=``. Use ``Sync`` with several GPUs, ``Ghost`` for
+  large batches that should behave like small ones, and ``Renorm`` for small batches.
+- ``freeze_(net)``, ``unfreeze_(net)``: stop or resume updates of the statistics, gamma and beta. Freeze them to
+  fine-tune with small batches.
 - ``param_groups(net, weight_decay)``: parameter groups for an optimizer, without weight decay on gamma and beta.
 - ``recompute()``: save memory; run the forward pass inside ``with bn.recompute():``.
 - ``Monitor(net)``: record the percentiles of any layer's inputs while training.
@@ -32,7 +33,7 @@ To ship a network:
 
 - ``estimate_(net, batches)``: set the population statistics after training, or after averaging weights.
 - ``fold(net, example)``: get the network without batch normalization.
-- ``export(net, example, path)``: fold the network and write it as ONNX or ``torch.export``.
+- ``export(net, example, path)``: fold the network and write it as an ONNX or ``torch.export`` file.
 - ``load(run)``: open a run of ``batchnorm train``, with its network, its classes and a ``predict`` method.
 
 Modules: ``ops`` (the transform as functions; ``ops.explain`` says which kernel runs and why), ``models`` (the paper's

@@ -99,7 +99,7 @@ class VerbReport:
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """One layer's population statistics, compared with its running averages; with standard errors.
+    """One layer's population statistics compared with its running averages, and their standard errors.
 
     Gaps and errors are the largest over the layer's features, in units of sqrt(Var[x] + eps) for the mean and of
     Var[x] + eps for the variance.

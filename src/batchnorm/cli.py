@@ -1,4 +1,4 @@
-"""The ``batchnorm`` command: a table of subcommands and the functions that run them."""
+"""The ``batchnorm`` command: a table of subcommands, and the code that parses and runs them."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ COMMANDS = {
     ),
     "compare": Command(
         "batchnorm.reproduce.compare:compare",
-        "train your network without and with batch normalization, each at its best rate",
+        "train your network without and with batch normalization, and compare both at their best rates",
         "--network mynet.py:build --data images --validate 0.1 --size 64 --epochs 20",
         RUNS,
     ),
     "evaluate": Command(
         "batchnorm.train.evaluate_command:evaluate",
-        "top-1 and top-5 error of runs: 1, 10 or 144 crops, ensembles",
+        "print the top-1 and top-5 error of runs and of their ensemble, with 1, 10 or 144 crops",
         "runs/one runs/two --data images --crops 144",
         RUNS,
     ),
@@ -62,12 +62,12 @@ COMMANDS = {
     ),
     "fold": Command(
         "batchnorm.train.fold_command:fold",
-        "fold the BN of a run or any network into its weights and write ONNX or torch.export",
+        "fold the BN of a run or of any network into its weights, and write an ONNX or torch.export file",
         "runs/mine -o net.onnx",
     ),
     "describe": Command(
         "batchnorm.train.train_command:describe",
-        "print a network's layers and costs, next to the paper's",
+        "print the layers, parameters and multiply-adds of the paper's network",
         "inception --size 224 --classes 1000",
     ),
     "shard": Command(
@@ -76,7 +76,7 @@ COMMANDS = {
         "images shards --per-shard 5000 --short-side 256",
     ),
     "report": Command(
-        "batchnorm.report.page:report", "compare runs on one page of HTML", "runs/one runs/two --out report.html"
+        "batchnorm.report.page:report", "compare runs on one HTML page", "runs/one runs/two --out report.html"
     ),
     "reproduce fig1": Command(
         "batchnorm.reproduce.mnist.fig1:fig1",
@@ -92,15 +92,17 @@ COMMANDS = {
     ),
     "reproduce fig2": Command(
         "batchnorm.reproduce.imagenet.fig2:fig2",
-        "Figures 2, 3: Inception and its variants on images",
+        "Figures 2 and 3: Inception and its variants on images",
         "--data shards --jobs 8 --minutes 50",
     ),
     "reproduce fig4": Command(
-        "batchnorm.reproduce.imagenet.fig4:fig4", "Figure 4: many crops, many networks", "--data shards --jobs 6"
+        "batchnorm.reproduce.imagenet.fig4:fig4",
+        "Figure 4: errors with many crops and many networks",
+        "--data shards --jobs 6",
     ),
     "reproduce section2": Command(
         "batchnorm.reproduce.mnist.section2:section2",
-        "Section 2: normalizing outside the gradient",
+        "Section 2: gradient steps that ignore the normalization",
         "--steps 200 --rates 0.01 0.1",
         PLOTS,
     ),
@@ -118,7 +120,7 @@ COMMANDS = {
     ),
     "reproduce scale": Command(
         "batchnorm.reproduce.mnist.scale:scale",
-        "Section 3.3: the scale of W, and its growth",
+        "Section 3.3: the scale of the weights, and how they grow",
         "--factors 0.1 10 1000",
         PLOTS,
     ),
@@ -143,7 +145,7 @@ COMMANDS = {
     "bench cpu": Command("batchnorm.bench.cpu:cpu", "time the CPU path against torch, side by side", "--threads 1"),
     "bench kernels": Command(
         "batchnorm.bench.kernels:kernels",
-        "time the fused CUDA kernels against eager and torch.compile",
+        "time the fused CUDA kernels against eager torch and torch.compile",
         "--dtypes bfloat16 --jobs 8",
     ),
     "bench algorithm2": Command(
@@ -162,12 +164,12 @@ COMMANDS = {
     ),
     "bench counters": Command(
         "batchnorm.bench.counters:counters",
-        "read hardware counters with ncu: what limits the CUDA kernels",
+        "read hardware counters with ncu, to see what limits the CUDA kernels",
         "--out runs/bench/counters.json",
     ),
     "bench train": Command(
         "batchnorm.bench.train:train",
-        "time BN-Inception's training step against torch.nn's layers",
+        "time BN-Inception's training step, with this library's layers and with torch.nn's",
         "--batches 32 256 --out runs/bench/train.json",
     ),
     "bench host": Command(
@@ -177,12 +179,12 @@ COMMANDS = {
     ),
     "bench networks": Command(
         "batchnorm.bench.networks:networks",
-        "time training steps of real networks against the same networks converted",
+        "time training steps of real networks before and after conversion",
         "--networks torchvision/resnet50 mynet:build --modes eager graph --batches 64",
     ),
     "bench learning": Command(
         "batchnorm.bench.learning:learning",
-        "train a network as it is and converted, and compare their accuracies",
+        "train a network and its converted copy, and compare their accuracies",
         "--data images --epochs 10 --seeds 0 1 2",
         IMAGES,
     ),
@@ -194,7 +196,7 @@ COMMANDS = {
     ),
     "bench memory": Command(
         "batchnorm.bench.memory:memory",
-        "compare peak memory of BN-Inception's training step with torch.nn's layers",
+        "measure BN-Inception's peak memory, with this library's layers and with torch.nn's",
         "--batch 64 --size 224",
     ),
     "bench input": Command(

@@ -35,7 +35,7 @@ def gather_moments(local: Moments, group: distributed.ProcessGroup | None = None
 
 
 def add_across_ranks(values: Tensor) -> Tensor:
-    """Return the sum of the ranks' tensors; the tensor itself without torch.distributed."""
+    """Return the sum of the ranks' tensors; without torch.distributed, return the tensor itself."""
     if world_size() == 1:
         return values
     total = values.clone()
@@ -56,7 +56,7 @@ def check_same_features(features: tuple[int, ...], name: str, group: distributed
     """Raise an error on every rank if the ranks' layers differ; merging them would hang, or mix up their statistics."""
     rows = gather_objects((features, name), group)
     if any(row != rows[0] for row in rows):
-        seen = "; ".join(f"rank {rank}: {layer} with {shape}" for rank, (shape, layer) in enumerate(rows))
+        seen = "; ".join(f"rank {rank} calls {layer} with features {shape}" for rank, (shape, layer) in enumerate(rows))
         raise RuntimeError(
             f"synchronized batch normalization needs every rank to call the same layer at the same time, but {seen}."
             " Build the same network on every rank, and call the same layers on every rank"

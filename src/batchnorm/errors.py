@@ -10,7 +10,7 @@ SEED_MAX = 2**32 - 1
 
 
 class JobsFailedError(RuntimeError):
-    """Report which of several jobs failed; the message includes the ends of their logs."""
+    """Raised if a part of a command's work failed; the message says which part."""
 
 
 def sentence(error: Exception) -> str:

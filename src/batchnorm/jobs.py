@@ -199,7 +199,7 @@ def _own(folder: Path) -> Iterator[int]:
 def _end_of_log(job: Job, code: int | None) -> str:
     log = job.folder / "log.txt"
     end = "\n".join(log.read_text().splitlines()[-15:]) if log.exists() else ""
-    return f"exit status {code}; {log} ends:\n{end}"
+    return f"exit status {code}; {log} ends with:\n{end}"
 
 
 if sys.platform == "win32":

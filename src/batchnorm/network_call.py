@@ -97,7 +97,7 @@ def device_of(net: nn.Module) -> torch.device:
 
 
 def to_device(batch: Any, device: torch.device, *, copy: bool = False, dtype: torch.dtype | None = None) -> Any:
-    """Return the batch with its tensors on ``device``; floating-point tensors are cast to ``dtype``.
+    """Return the batch with its tensors on ``device``; if ``dtype`` is given, cast floating-point tensors to it.
 
     With ``copy``, tensors that are already on the device are copied too, so that in-place operations cannot change the
     caller's tensors.

@@ -87,7 +87,7 @@ def copy_with(net: nn.Module, replacements: Mapping[nn.Module, Callable[[Memo], 
 
 @contextmanager
 def restored(net: nn.Module) -> Iterator[None]:
-    """On exit, restore each module's mode, momentum and buffers; the buffers are the same objects with old contents."""
+    """On exit, restore each module's mode, momentum and buffers; buffers are the original objects again."""
     modes = {m: (m.training, getattr(m, "momentum", None)) for m in net.modules()}
     # Clone the buffers, because torch's kernels update running statistics without increasing the version counter.
     buffers = [(m, key, b, b.clone()) for m in modes for key, b in m._buffers.items() if b is not None]

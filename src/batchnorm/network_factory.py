@@ -29,10 +29,10 @@ def make_network(name: str, classes: int | None = None) -> tuple[nn.Module, Any]
     """Build a network by name; return the network, and the example batch if the function returns one, else None.
 
     Args:
-        name: the name of a function that builds the network, MODULE:FUNCTION or FILE.py:FUNCTION, or torchvision:NAME
-            or timm:NAME, without pretrained weights. The module may be in the current folder.
-        classes: the number of classes, passed as ``classes=`` if the function has such an argument, and to libraries as
-            ``num_classes=``; None passes nothing.
+        name: MODULE:FUNCTION or FILE.py:FUNCTION, a function that builds the network; or torchvision:NAME or timm:NAME,
+            a network without pretrained weights. The module may be in the current folder.
+        classes: the number of classes, passed as ``classes=`` if the function has such an argument, and to torchvision
+            and timm as ``num_classes=``; None passes nothing.
 
     Raises:
         ValueError: if there is no function of this name, or the function does not return a network.

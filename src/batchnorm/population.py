@@ -330,7 +330,7 @@ class _Observer:
     def _after(self, layer: nn.Module, args: Any, out: Any) -> None:
         mu, var = self.layer.running_mean, self.layer.running_var
         assert mu is not None and var is not None  # noqa: PT018
-        # torch.nn's layers count empty batches, the library's do not.
+        # torch.nn's layers count empty batches; this library's layers do not.
         self._counted = self._counted + (self._m > 0 if isinstance(layer, BatchNorm) else 1)
         self._moments.add(self._m, mu, var)
 

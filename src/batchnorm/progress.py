@@ -121,7 +121,7 @@ class Display:
         self._shown[name] = _Shown(task, total, f"{unit} " if unit else "")
 
     def update(self, name: str, done: int, text: str = "", total: int | None = None) -> None:
-        """Set a task's progress to ``done``, the text that is shown next to it and, if given, a new ``total``."""
+        """Set a task's progress, the text that is shown next to it and, if given, its new total."""
         shown = self._shown[name]
         shown.done, shown.text = done, f", {text}" if text else ""
         shown.total = shown.total if total is None else total

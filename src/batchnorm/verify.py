@@ -56,7 +56,7 @@ def verify(
 ) -> float:
     """Return the relative error of a changed network on an example, or raise ValueError if the error is too large.
 
-    The outputs are compared, and the tensors that a forward pass stores on modules. If the error is larger than
+    The outputs are compared, and so are the tensors that a forward pass stores on modules. If the error is larger than
     rounding explains in a shallow network, the networks are compared again in float64. In float64, only the rounding of
     the new network's weights is left, and not even that if ``make`` can build the network with float64 weights. To
     measure how much this rounding can change the output, the weights of the original are changed by as much as rounding

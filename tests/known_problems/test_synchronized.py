@@ -95,4 +95,4 @@ def mismatched(rank, world_size):
 def test_ranks_that_differ_get_a_sentence():
     for result in on_ranks(2, mismatched):
         assert "RuntimeError: synchronized batch normalization needs every rank to call the same layer" in result
-        assert "rank 0: BatchNorm1d with (3,); rank 1: BatchNorm1d with (4,)" in result
+        assert "rank 0 calls BatchNorm1d with features (3,); rank 1 calls BatchNorm1d with features (4,)" in result

@@ -163,7 +163,7 @@ def test_a_residual_of_another_shape_names_the_layer():
         def forward(self, x):
             return self.norm(self.conv(x), residual=x)
 
-    with pytest.raises(ValueError, match=r"layer '0\.norm' .*residual of shape \(2, 3, 5, 5\).*project it"):
+    with pytest.raises(ValueError, match=r"layer '0\.norm' .*residual of shape \(2, 3, 5, 5\).*project the residual"):
         nn.Sequential(Block())(torch.randn(2, 3, 5, 5))
 
 

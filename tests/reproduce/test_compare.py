@@ -63,7 +63,8 @@ def test_what_is_missing_is_trained_and_all_of_it_is_compared(folder, tmp_path, 
     assert main([*words, "--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     left = 1 if function == "plain" else 0
-    assert f"without batch normalization ({changes[0]}) and with it ({changes[1]}): 30 training images of 3" in said
+    kinds = f"without batch normalization (--normalize {changes[0]}) and with it (--normalize {changes[1]})"
+    assert f"{kinds}: 30 training images of 3" in said
     assert f"4 runs of 3 steps in {tmp_path}, {left} of them unfinished" in said
     found = json.loads((tmp_path / "compare.json").read_text())
     ends = {
@@ -121,4 +122,4 @@ def test_a_comparison_that_is_stopped_goes_on_later(words, tmp_path, capsys):
 
 def test_a_network_is_needed(folder, capsys):
     assert main(["compare", "--data", str(folder / "images")]) == 2
-    assert "nothing to compare: add --network" in capsys.readouterr().err
+    assert "nothing to compare: name your own network with --network" in capsys.readouterr().err

@@ -210,7 +210,7 @@ def test_a_run_that_fails_says_why(data, tmp_path):
         ('name = "figure"', "unknown group 'figure'; choose from"),
         ('recipe = "bn-x7"', "unknown recipe 'bn-x7'"),
         ("rates = 1e9", "no field rates"),
-        ("end_rate = 1.5", "end_rate=1.5 between 0 and 1"),
+        ("end_rate = 1.5", "end_rate=1.5 must be between 0 and 1"),
         ("decay_epochs = 3", "computed from horizon and end_rate"),
         ('name = "plain", recipe = "bn-baseline"', "two runs are called plain"),
     ],

@@ -1202,9 +1202,9 @@ def test_a_module_that_fails_the_check_leaves_the_others_fused():
     converted = bn.convert(net, x)
     assert fused(converted) == dict.fromkeys(("0.bn", "4.bn", "5.bn"), "relu")
     (note,) = converted.report.notes
-    assert note.startswith("the code of '2' was not rewritten: after rewriting, ")
+    assert note.startswith("the code of '2' was not rewritten: with rewritten code, ")
     assert note.endswith("; nothing was changed")
-    assert "was not rewritten: after rewriting" in converted.report["2.bn1"].reason
+    assert "was not rewritten: with rewritten code" in converted.report["2.bn1"].reason
     assert_same(net, converted, x)
 
 

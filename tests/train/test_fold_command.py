@@ -53,7 +53,7 @@ def test_from_the_shell(folder):
     done = subprocess.run([sys.executable, "-m", "batchnorm.cli", *words], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "fold: 1 of 1 batch norm folded, relative error" in done.stdout
-    assert "size: 520 bytes of parameters and buffers before, 448 folded," in done.stdout
+    assert "size: 520 bytes of parameters and buffers before folding, 448 after," in done.stdout
     # On a slow machine, export shows its steps. What torch.onnx says about packages that nobody asked for is hidden.
     assert [line for line in done.stderr.splitlines() if not line.startswith("export: ")] == []
     import onnxruntime

@@ -60,7 +60,7 @@ def test_a_finished_run_says_so(data, reference, tmp_path, capsys):
     said = capsys.readouterr().out
     assert "going on" not in said
     assert (
-        "this run is finished, so only its final network is evaluated again: to train longer, increase --epochs" in said
+        "this run is finished, so only its final network is evaluated again. To train longer, increase --epochs" in said
     )
     assert_same_outcome(run, reference)
 
@@ -178,7 +178,7 @@ def test_a_longer_run_goes_on(data, tmp_path):
 def test_a_run_is_not_made_shorter_than_it_is(data, tmp_path):
     train_small(data, tmp_path, small(epochs=2))
     with pytest.raises(
-        ValueError, match="has already trained for 8 steps, but 1 epochs are only 4: give more --epochs"
+        ValueError, match="has already trained for 8 steps, but --epochs 1 gives only 4: increase --epochs"
     ):
         train_small(data, tmp_path, small(epochs=1))
     assert Recipe.read(tmp_path / "recipe.json").epochs == 2

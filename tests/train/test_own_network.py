@@ -147,7 +147,7 @@ def test_a_run_calls_the_function_that_it_names_only_if_trusted(data, source, fi
     (tmp_path / "trap.py").write_text("raise AssertionError('this ran')")
     path = tmp_path / "theirs" / "recipe.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "factory": f"{tmp_path}/trap.py:build"}))
-    says = rf"loading .*theirs calls {tmp_path}/trap\.py:build, the function in its recipe\.json, .* add --trust"
+    says = rf"loading .*theirs calls {tmp_path}/trap\.py:build, the function named in its recipe\.json, .* add --trust"
     with pytest.raises(ValueError, match=says):
         bn.load(tmp_path / "theirs")
     capsys.readouterr()

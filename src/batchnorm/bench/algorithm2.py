@@ -59,7 +59,7 @@ def algorithm2(
     device: Literal["cpu", "cuda"] = "cpu",
     out: Path = Path("runs/bench/algorithm2.json"),
 ) -> None:
-    """Time estimate_ against a plain forward pass, and fold against torch.fx's folding, alternately.
+    """Time estimate_ against a plain forward pass, and our folded network against torch.fx's, alternately.
 
     Args:
         rounds: number of rounds, each of which times every contender once; a reported ratio is the median over rounds.
@@ -110,7 +110,7 @@ def _fold(net: nn.Module, data: list[Tensor], rounds: int) -> dict[str, float]:
 
 
 def _in_turns(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Return the median seconds of each contender, and the median ratios of the last one's time to the others'."""
+    """Return each contender's median seconds, and the median ratios of the last contender's time to the other times."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(rounds + 1):
         for name, run in contenders.items():

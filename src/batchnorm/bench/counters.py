@@ -2,7 +2,7 @@
 
     batchnorm bench counters --out runs/bench/counters.json
 
-Nsight Compute's command ``ncu`` must be on the path and allowed to read counters. ``ncu`` profiles this module with
+Nsight Compute's command ``ncu`` must be on PATH and allowed to read counters. ``ncu`` profiles this module with
 cold caches, and repeats each launch until all counters are read.
 """
 

@@ -30,9 +30,9 @@ CONTIGUOUS, LAST = "contiguous", "channels_last"
 
 Level = Literal["functions", "layers"]
 
-# Upper limits of our time divided by torch's. BN + ReLU must be faster than torch's two calls, in both layouts. Inputs
-# with few channels in channels_last must be much faster, and BN alone must never be much slower. With one channel, both
-# layouts are the same in memory, so the limit for contiguous images applies.
+# Upper limits of our time divided by torch's. BN + ReLU must be faster than torch's two calls, in both layouts. On
+# channels_last inputs with few channels, our code must be much faster. BN alone must never be much slower. With one
+# channel, both layouts are the same in memory, so the limit for contiguous images applies.
 BARS = {"relu": 1.0, "none": 1.25, "few channels": 1 / 3}
 FEW = 8
 
@@ -67,7 +67,7 @@ class Case:
 
 @dataclass(frozen=True)
 class CpuRow:
-    """The measurements of one case: median milliseconds, and medians of the ratios within each round.
+    """The measurements of one case: median milliseconds, and medians over rounds of the ratios within a round.
 
     Torch's ReLU is timed out of place and in place. ``ratios`` has our time divided by each of these times. ``ratio``,
     which must be below ``bar``, is our time divided by that of torch's out-of-place calls.
@@ -126,7 +126,7 @@ def cpu(
         rounds: number of rounds, each of which times every contender.
         seconds: how long each contender runs per round; at least one pass is timed.
         levels: "layers" compares this library's layers with torch.nn's; "functions" compares ops.normalize_batch_ with
-            F.batch_norm and F.relu, which do not count batches.
+            F.batch_norm and F.relu. Unlike F.batch_norm, ops.normalize_batch_ also counts the batches.
     """
     at_least(1, threads=threads, rounds=rounds)
     at_least(0, seconds=seconds)
@@ -294,7 +294,7 @@ def bars(rows: Iterable[dict[str, Any]]) -> list[CpuBar]:
 def _judged(level: str, what: str, below: float | None, rows: list[dict[str, Any]], form: str = "") -> CpuBar | None:
     if not rows:
         return None
-    # The first ratio is the one to torch's out-of-place calls.
+    # The first ratio is relative to torch's out-of-place calls.
     ratios = [row["ratios"][form] if form else next(iter(row["ratios"].values())) for row in rows]
     worst = max(range(len(rows)), key=ratios.__getitem__)
     case = rows[worst]["case"]

@@ -39,8 +39,8 @@ def crops(
     """Measure crops per second of multi-crop evaluation against the forward pass of the same network.
 
     "forward" times the folded appendix network on a batch that is already on the device. "crops" starts from decoded
-    squares in host memory, and also copies, crops, mirrors and normalizes them and averages the results. "files" starts
-    from JPEG files.
+    square images in host memory: it also copies, crops, mirrors and normalizes them, and averages the outputs. "files"
+    starts from JPEG files.
 
     Args:
         crops: crops per image.

@@ -2,8 +2,8 @@
 
     python -m batchnorm bench fine-tuning --data DIR --out runs/bench/fine-tuning.json
 
-The command trains a small network on half of the classes, and fine-tunes it on a few images of each class of the other
-half: once with the statistics of each batch, and once with the frozen statistics of the first training.
+The command trains a small network on half of the classes. It then fine-tunes the network on a few images of each class
+of the other half: once with the statistics of each batch, and once with the frozen statistics of the first training.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Time calls on a CUDA device under the conditions of a training step: data not in the cache, and no host overhead."""
+"""Time calls on a CUDA device without host overhead, and with data that is not in the cache, as in a training step."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 ``batchnorm bench host`` calls layers on tensors so small that the GPU waits for the host. It times training calls
 (forward pass, backward pass and clearing the gradients) and evaluation calls. These times matter if a network is bound
-by the host, as most are at small batch sizes. Our calls and torch's alternate; a ratio is the median over rounds.
+by the host, as many are at small batch sizes. Our calls and torch's alternate; a ratio is the median over rounds.
 """
 
 from __future__ import annotations

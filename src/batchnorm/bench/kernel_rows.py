@@ -1,6 +1,6 @@
 """The rows of ``bench kernels``: the layers of two networks, and rows of earlier sessions that are still valid.
 
-A row is stale if the digest of its kernels' code, or of the choice of kernels for its layer, has changed.
+An earlier row is stale if the code of the kernels, or the choice of kernels for its layer, has changed.
 """
 
 from __future__ import annotations

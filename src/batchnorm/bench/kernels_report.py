@@ -18,8 +18,7 @@ from .bars import Bar, geometric_mean
 
 CHIP = 26.4e6  # bytes that fit into the shared memory of 132 multiprocessors, 200 KB each
 MOVED = 20e6  # bytes; if a pass moves fewer, launch overhead dominates
-# The numbers of tensors that the (forward, backward) pass moves, without a residual: if it reads each input once, and
-# if it reads each input twice.
+# How many tensors the (forward, backward) pass moves without a residual, if it reads each input once or twice.
 ONCE, TWICE = (2, 3), (3, 5)
 
 STYLES = {
@@ -109,7 +108,7 @@ def ratio(row: dict[str, Any], other: str) -> float:
 
 
 def summary(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return, for each layout, dtype and operation, the mean and the minimum of the ratios to each contender."""
+    """Return, by layout, dtype and operation, the geometric mean and the minimum of `ratio` for each contender."""
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for row in rows:
         if "batchnorm" in row["us"]:

@@ -3,7 +3,9 @@
     python -m batchnorm bench learning --data DIR --out runs/bench/learning.json
 
 For each seed, the stock and the converted network start from the same weights and see the same crops in the same order.
-They train with SGD, Nesterov momentum and a one-cycle learning rate, and on a GPU with bf16 autocast and channels_last.
+They train with SGD, Nesterov momentum and a one-cycle learning rate. On a GPU, they use bf16 autocast and
+channels_last.
+
 The result is "the same" if their mean accuracies differ by no more than the wider of their ranges over seeds.
 """
 
@@ -33,7 +35,7 @@ from .network_steps import network_to_convert
 
 QUESTION = "validation accuracy of a stock network and of its converted copy, both trained"
 FORMS = ("stock", "converted")
-CROP_AREA = (0.25, 1.0)  # range of a crop's share of the image; smaller crops of small images show too little
+CROP_AREA = (0.25, 1.0)  # range of a crop's share of the image's area; smaller crops of small images show too little
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class LearningRecipe:
 
 @dataclass(frozen=True)
 class LearningRun:
-    """The result of one run: the loss and the validation accuracy after each epoch."""
+    """The result of one run: each epoch's mean training loss, and the validation accuracy after each epoch."""
 
     form: str
     seed: int

@@ -35,8 +35,9 @@ TURN = "turn"  # yielded to ask for exclusive use of the machine while timing
 COMPILED_TOGETHER: tuple[Mode, ...] = ("compiled", "backend")  # timed against the same compiled stock network
 REPLAYING: tuple[Mode, ...] = ("reduce-overhead", "max-autotune")  # Inductor captures CUDA graphs and replays them
 COMPILING: tuple[Mode, ...] = (*COMPILED_TOGETHER, "dynamic", *REPLAYING)
-# Relative tolerances between the losses of the two networks. The losses of the first step differ only by rounding in
-# bfloat16. Training amplifies the difference, and compiled networks draw different dropout masks.
+# Relative tolerances between the losses of the two networks. In the first step, losses differ only by rounding. The
+# larger tolerance is for later steps, because training amplifies the difference, and for compiled networks, because
+# they draw different dropout masks.
 FIRST_TOLERANCE, LOSS_TOLERANCE = 0.005, 0.03
 CHECKED_STEPS = 3
 AUXILIARY = 0.3  # the weight of GoogLeNet's and Inception's auxiliary classifiers
@@ -123,7 +124,7 @@ def convert_pair(name: str, settings: Settings) -> Pair:
 
 
 def without_norms(net: nn.Module) -> nn.Module:
-    """Return a copy without batch normalization layers. No batch normalization can make a step faster than the copy's.
+    """Return a copy without batch normalization layers; with any batch normalization, a step takes at least as long.
 
     >>> without_norms(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))[1]
     Identity()
@@ -429,7 +430,7 @@ def _limiting_step(net: nn.Module, images: Tensor, labels: Tensor) -> Step | Non
     try:
         step = Step(without_norms(net), "eager", images, labels)
         step()
-    except Exception:  # the network may read the removed layers' weights, or have no others
+    except Exception:  # the network may read the removed layers' weights, or have no other weights
         return None
     return step
 
@@ -458,7 +459,7 @@ def _keep_freed_memory() -> None:
     """Tell glibc not to return freed memory to the system.
 
     Two networks that take turns in one process fragment its heap. Then glibc returns memory in every step, and the page
-    faults that follow take up to a tenth of the time. A network that trains alone has none of them.
+    faults that follow take up to a tenth of the time. A network that trains alone does not cause them.
     """
     with suppress(AttributeError, OSError, TypeError):  # systems without glibc
         mallopt = ctypes.CDLL(None).mallopt

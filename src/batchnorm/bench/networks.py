@@ -6,7 +6,7 @@ The command times whole training steps of a stock network against ``bn.convert(n
 and under ``torch.compile``. It also times the stock network under ``torch.compile(backend="batchnorm")``. Steps run in
 bf16 autocast and channels_last on a GPU, and in float32 on a CPU. Both networks start from the same weights and are
 timed alternately in one process. If their losses differ, they are not timed. On a CPU, the stock network without its
-batch normalization layers is timed too: no batch normalization can make a step faster than that. Rows of the result
+batch normalization layers is timed too: with any batch normalization, a step takes at least as long. Rows of the result
 file that were measured with the same code are kept. A result file from another machine is refused.
 """
 

@@ -49,8 +49,8 @@ def profile(step: Callable[[], Any], steps: int = 5) -> dict[str, Any]:
 def summary(launches: Sequence[Launch], steps: int) -> dict[str, Any]:
     """Return, per step: milliseconds of each kind, summed over streams, and the number of launches.
 
-    ``busy`` is the share of the time in which at least one kernel runs. ``longest_rest`` lists the five kernels
-    outside all kinds that take longest, with their milliseconds.
+    ``busy`` is the share of the time in which at least one kernel runs. ``longest_rest`` lists the five longest
+    kernels that belong to no kind, with their milliseconds.
 
     >>> found = summary([Launch("sm90_fprop", 0, 400), Launch("forward_layers", 300, 500), Launch("add", 700, 800)], 1)
     >>> found["milliseconds"], found["launches"], found["busy"]

@@ -25,7 +25,7 @@ COLOUR_COMPONENTS = (
 
 
 class Strength(NamedTuple):
-    """The strength of distortions: factors lie in [1 - factor, 1 + factor], and ``lighting`` scales normal noise."""
+    """The strength of distortions: random factors lie in [1 - factor, 1 + factor]; ``lighting`` scales the noise."""
 
     factor: float
     lighting: float
@@ -71,14 +71,16 @@ class Normalize(nn.Module):
 class Augment(Normalize):
     """Mirror the images of a batch, distort their colours and normalize them, each image with its own random numbers.
 
-    Let x be a pixel's colour in [0, 1], and grey(x) = w x its luma. Each image is distorted in a random order by
+    Let x be a pixel's colour in [0, 1], and grey(x) = w x its luma, with weights w. Each image is distorted in a random
+    order by
 
         brightness  x <- b x                            saturation  x <- s x + (1 - s) grey(x)
         contrast    x <- c x + (1 - c) E[grey(x)]       lighting    x <- x + P a
 
-    where E is the mean over the image's pixels, P holds the principal components of ImageNet's colours, and a is normal
-    noise. The result is clamped to [0, 1] once, at the end. Each step is affine in the pixel's colour, and so is any
-    sequence of steps. Let m be the image's mean colour. The distortion and the normalization together are
+    where b, c and s are random factors, E is the mean over the image's pixels, P holds the principal components of
+    ImageNet's colours, and a is normal noise. The result is clamped to [0, 1] once, at the end. Each step is affine in
+    the pixel's colour, and so is any sequence of steps. Let m be the image's mean colour. The distortion and the
+    normalization together are
 
         y = A x + T m + t
 
@@ -121,8 +123,8 @@ class Augment(Normalize):
     def draw(self, n: int, generator: torch.Generator) -> Tensor:
         """Draw the random numbers for ``n`` images, one row each; ranks that share a batch each take their own rows.
 
-        The image is mirrored if the first number of its row is below 0.5. If colours are distorted, the row also holds
-        the image's A, T and t / 3, which :meth:`forward` adds three times.
+        An image is mirrored if the first number of its row is below 0.5. If colours are distorted, the row also holds
+        the image's A, T and t / 3; :meth:`forward` adds t / 3 three times.
         """
         uniform = torch.rand(n, 8, generator=generator, device=generator.device)
         normal = torch.randn(n, 3, generator=generator, device=generator.device)
@@ -140,7 +142,7 @@ class Augment(Normalize):
         mean = images.mean((2, 3), dtype=torch.float32)
         # A matrix product would take as many launches, and autocast would round its operands.
         sums = torch.addcmul(third, of_mean, mean[:, None]).sum(2)[:, :, None, None]
-        # Allocate the output here: a result broadcast from single channels would not have the images' memory format.
+        # Allocate the output in the images' memory format; a result broadcast from a single channel would not have it.
         y = torch.empty_like(images, dtype=torch.float32)
         for channel in range(3):
             sums = torch.addcmul(sums, of_pixel[:, :, channel, None, None], images[:, channel : channel + 1], out=y)

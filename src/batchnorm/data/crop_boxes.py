@@ -1,4 +1,4 @@
-"""Crop boxes in the original image's pixels; each crop is resized to the network's input."""
+"""Crop boxes in the original image's pixels; each crop is resized to the size of the network's input."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def random_box(draws: Sequence[float], width: int, height: int, area: tuple[floa
 
 
 def centre_box(width: int, height: int, size: int) -> Box:
-    """Return the centre square that evaluation sees: 7/8 of the short side.
+    """Return the centre square that evaluation sees; its side is 7/8 of the image's short side.
 
     Resizing this square to ``size`` is the same as resizing the image's short side to 8/7 of ``size`` and cutting out
-    the centre. If 7/8 of the short side is less than ``size``, the square's side is ``size``, or the whole short side
-    if that is even smaller.
+    the centre. If 7/8 of the short side is less than ``size``, the square's side is ``size`` or the short side,
+    whichever is smaller.
 
     >>> centre_box(512, 256, 224), centre_box(64, 64, 64)
     (Box(left=144, top=16, right=368, bottom=240), Box(left=0, top=0, right=64, bottom=64))

@@ -30,11 +30,11 @@ class CorruptImageError(ValueError):
 def decode_crop(data: bytes, choose: Choose, out: Tensor) -> tuple[int, int]:
     """Decode an image, crop and resize it into ``out``, and return the original width and height.
 
-    The image is converted to RGB, cropped and resized with torch's antialiased bilinear filter, which is several times
-    faster than Pillow's. If the box of a JPEG is at least twice as large as ``out``, the JPEG is decoded at a half, a
-    quarter or an eighth of its size. The box is rounded to whole pixels of the decoded image, which moves the edges of
-    a downscaled JPEG's crop by at most half an output pixel. Grey, palette, CMYK and 16-bit images become RGB;
-    transparency is dropped.
+    The image is converted to RGB, cropped and resized with torch's antialiased bilinear filter, which is faster than
+    Pillow's. If the box of a JPEG is at least twice as large as ``out``, the JPEG is decoded at a half, a quarter or an
+    eighth of its size. The box is rounded to whole pixels of the decoded image, which moves the edges of a downscaled
+    JPEG's crop by at most half an output pixel. Grey, palette, CMYK and 16-bit images become RGB; transparency is
+    dropped.
 
     Args:
         data: the encoded image.
@@ -77,14 +77,14 @@ def _pixels(image: Image, box: Box) -> Tensor:
 
 
 def _resize(pixels: Tensor, out: Tensor) -> None:
-    # This is F.interpolate(antialias=True) with an out= argument: allocating the result took half of the time.
+    # This is F.interpolate(antialias=True) with an out= argument, because allocating the result is slow.
     torch.ops.aten._upsample_bilinear2d_aa.out(
         pixels.permute(2, 0, 1)[None], list(out.shape[:2]), False, out=out.permute(2, 0, 1)[None]
     )
 
 
 def _load(data: bytes, choose: Choose, size: int) -> tuple[Image, Box, tuple[int, int]]:
-    """Return the decoded image, which may be scaled down, the box in its pixels, and the original size."""
+    """Return the decoded (perhaps downscaled) image, the box in its pixels, and the original size."""
     image = require("PIL.Image", "train").open(io.BytesIO(data))
     width, height = image.size
     box = choose(width, height)

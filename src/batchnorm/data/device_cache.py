@@ -31,9 +31,9 @@ CHUNK = 256
 class DeviceCache:
     """All images of a split, stretched to squares of one size, with their labels and original sizes.
 
-    Crops are chosen in the original image's pixels, so the same seed gives the same boxes as without the cache. They
-    are then cut out of the stretched image. Two things differ: pixels are resampled twice, and crops of large images
-    lose the detail that the cached size cannot show.
+    Boxes are chosen in the original image's pixels, so the same seed gives the same boxes as without the cache. The
+    crops are then cut out of the stretched image. So two things differ from training without the cache: pixels are
+    resampled twice, and crops of large images lose the detail that the cached size cannot show.
     """
 
     images: Tensor  # (n, side, side, 3)
@@ -132,12 +132,12 @@ def crop_resize(images: Tensor, boxes: Tensor, size: int) -> Tensor:
 
 
 def _triangle_filter(start: Tensor, stop: Tensor, pixels: int, size: int) -> Tensor:
-    """Return weights of shape (n, size, pixels): of each pixel inside [start, stop) for each pixel of the result."""
+    """Return each input pixel's weight in each output pixel, of shape (n, size, pixels); 0 outside [start, stop)."""
     scale = ((stop - start) / size)[:, None]
     centre = start[:, None] + scale * (torch.arange(size, device=start.device) + 0.5)
     pixel = torch.arange(pixels, device=start.device) + 0.5
     weight = (1 - (pixel - centre[..., None]).abs() / scale.clamp(min=1)[..., None]).clamp(min=0)
-    # Pixels that lie only partly in the box count as inside, so there is always at least one.
+    # Pixels that lie only partly in the box count as inside, so at least one pixel is always inside.
     inside = (pixel > start.floor()[:, None]) & (pixel < stop.ceil()[:, None])
     weight = weight * inside[:, None]
     return weight / weight.sum(-1, keepdim=True)

@@ -128,7 +128,7 @@ class PartSource:
 
     @property
     def shard_sizes(self) -> tuple[int, ...]:
-        """How many of the examples each shard of the whole source has, without the shards that have none."""
+        """How many of these examples are in each shard of the whole source; shards with none are left out."""
         ends = np.searchsorted(self.examples, np.cumsum(self.whole.shard_sizes))
         return tuple(n for n in np.diff(ends, prepend=0).tolist() if n)
 

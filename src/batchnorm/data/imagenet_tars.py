@@ -1,4 +1,4 @@
-"""ImageNet as its authors distribute it: a tar file with one tar file per class, and one of validation images."""
+"""ImageNet's official tar files: one of training images, with an inner tar file per class, and one for validation."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class ImageBatches:
 
     @property
     def num_examples(self) -> int:
-        """The number of examples, including corrupt ones, in an epoch over all ranks."""
+        """The number of examples in an epoch over all ranks, including corrupt ones."""
         return self.order.num_examples
 
     @property

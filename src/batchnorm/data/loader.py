@@ -107,7 +107,7 @@ class _Requests:
 class Prefetcher:
     """Answer requests in order, in ``workers`` processes that stay alive, or in this process if ``workers`` is 0.
 
-    Only one sequence of answers can be open at a time: starting a new one abandons the previous one.
+    Only one sequence of answers can be open at a time: after a new call, continuing an earlier one raises an error.
     """
 
     def __init__(self, reader: BatchReader, workers: int, device: torch.device) -> None:
@@ -148,8 +148,8 @@ class Prefetcher:
             persistent_workers=True,
             pin_memory=self.device.type == "cuda",
             worker_init_fn=_obey_only_the_parent,
-            # Without a generator, the loader would draw from torch's global one in each epoch, so that runs with and
-            # without workers would differ.
+            # Without this generator, the loader would draw from torch's global generator in each epoch, so runs with
+            # and without workers would differ.
             generator=torch.Generator(),
         )
 

@@ -52,8 +52,8 @@ def shard(
 
     Args:
         folder: a folder with train/CLASS/*.jpg and optionally val/CLASS/*.jpg; or with ILSVRC2012_img_train.tar and
-            optionally ILSVRC2012_img_val.tar. The latter needs ILSVRC2012_bbox_val_v3.tgz or LOC_val_solution.csv in
-            the same folder, which give the classes of its images.
+            optionally ILSVRC2012_img_val.tar. With ILSVRC2012_img_val.tar, the folder must also have
+            ILSVRC2012_bbox_val_v3.tgz or LOC_val_solution.csv, which gives the classes of the validation images.
         out: the folder to create.
         per_shard: the largest number of images in a shard.
         seed: the seed of the images' random order.

@@ -14,9 +14,9 @@ BLOCK = tarfile.BLOCKSIZE
 def members(file: IO[bytes], name: str, start: int = 0, length: int | None = None) -> Iterator[tarfile.TarInfo]:
     """Yield the regular files in an uncompressed tar file and check that it is complete.
 
-    ``tarfile`` stops without an error where the file is cut off between two members, at a damaged header, and after the
-    first of several concatenated archives. A complete archive ends with a block of zeros, and only zeros may follow
-    that block.
+    ``tarfile`` stops without an error at a damaged header, after the first of several concatenated archives, and at the
+    end of a file that was cut off between two members. So this function checks that the archive ends with a block of
+    zeros, and that only zeros follow that block.
 
     Args:
         file: a seekable file; the caller may read and seek it between two members.

@@ -21,7 +21,7 @@ from .tar import members, read_at
 CLASSES_FILE = "classes.txt"
 # Limits on what a damaged file can make us allocate: one wrong label must not create a billion classes.
 MAX_CLASSES = 1_000_000
-MAX_LABEL = 64  # bytes of a .cls file
+MAX_LABEL = 64  # bytes read from a .cls file
 MAX_NAME = 256  # bytes of a member's name that are kept for messages
 
 

@@ -15,7 +15,7 @@ BINS = 15
 
 
 class Accuracy(NamedTuple):
-    """The fractions of examples whose label is the first, or among the first five, of the predicted classes.
+    """The fractions of examples whose label has the highest score (top-1), or one of the five highest (top-5).
 
     Paper: Sec. 4.2, "validation accuracy @1"
     """

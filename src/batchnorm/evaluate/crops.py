@@ -32,7 +32,7 @@ class Crops:
     adds the mirror image of each crop.
 
     Without scales there is one crop, the centre square that validation during training uses
-    (:func:`batchnorm.data.crop_boxes.centre_box`), so evaluation gives the same accuracy as validation.
+    (:func:`batchnorm.data.crop_boxes.centre_box`), so evaluation sees the same crops as validation.
 
     Args:
         size: height and width of the crops, the network's input.

@@ -1,4 +1,4 @@
-"""The class probabilities that one network gives every image of a split, averaged over crops."""
+"""One network's class probabilities for every image of a split, averaged over crops."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class MeanProbabilities(nn.Module):
 
 
 class Predictions(NamedTuple):
-    """The class probabilities that one network gives this rank's images.
+    """One network's class probabilities for this rank's images.
 
     Paper: Sec. 4.2.3
     """

@@ -91,7 +91,7 @@ class SquareReader(Dataset[Squares]):
 
 
 class SquareBatches:
-    """Yield every image of a split once per pass, as squares; made by :func:`open_squares`."""
+    """Yield this rank's images of a split, each once per pass, as squares; made by :func:`open_squares`."""
 
     def __init__(self, source: ImageSource, crops: Crops, order: Order, workers: int, device: torch.device) -> None:
         self.source, self.crops, self.order, self.device = source, crops, order, device

@@ -27,7 +27,7 @@ IsNorm = Callable[[nn.Module], bool]
 
 
 class ConditionBuilder:
-    """Collect the conditions of a variant and the names that its code uses."""
+    """Collect the conditions of a variant (a traced path through a forward) and the names that its code uses."""
 
     def __init__(self, module: nn.Module, twin: nn.Module, traced: Traced) -> None:
         self.module, self.twin, self.traced = module, twin, traced

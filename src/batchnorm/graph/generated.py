@@ -30,7 +30,7 @@ from .kinds import is_quiet, is_watched
 from .patterns import Fusion
 from .questions import stand_in
 
-LARGEST = 64  # code that depends on a list, tuple, set or dict with more entries is not rewritten
+LARGEST = 64  # code that depends on a list, tuple, set or dict with more entries than this is not rewritten
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def _describe(fusion: Fusion) -> str:
 
 @contextmanager
 def recording_variants(net: nn.Module) -> Iterator[dict[nn.Module, bool]]:
-    """Inside the block, record for each rewritten module that is called whether any of its calls runs a variant."""
+    """Inside the block, record, for each rewritten module that is called, whether any of its calls runs a variant."""
     ran: dict[nn.Module, bool] = {}
     forwards = {type(m): type(m).forward for m in net.modules() if is_rewritten(m)}
 
@@ -266,7 +266,7 @@ def pattern_of(value: Any, seen: dict[int, Tensor]) -> Any:
         try:
             return seen.setdefault(id(value), stand_in(value))
         except RuntimeError:  # a nested tensor has no shape
-            raise Unwatchable(f"a {type(value).__name__} of an unusual layout") from None
+            raise Unwatchable(f"a {type(value).__name__} with an unusual layout") from None
     if type(value) in (list, tuple) and len(value) <= LARGEST:
         return (type(value), *(pattern_of(v, seen) for v in value))
     if type(value) is dict and len(value) <= LARGEST and all(type(key) in (str, int) for key in value):

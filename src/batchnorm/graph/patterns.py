@@ -19,7 +19,7 @@ from ..ops.activation import NAMES, Activation, from_module
 from .kinds import IN_PLACE, has_hooks, is_affine, is_in_place, keeps_torch_forward
 from .references import is_plain_identity, modules_within, runs_in_order
 
-# All functions of torch that compute an activation that can be fused, such as F.relu, torch.relu_ and Tensor.relu.
+# Torch's functions for the activations that can be fused, such as F.relu, torch.relu_ and Tensor.relu.
 FUNCTIONS: dict[Any, str] = {
     getattr(owner, spelling): name
     for name in (*NAMES, "hardtanh")
@@ -156,7 +156,7 @@ class Matcher:
     Args:
         root: the module to which the graph's targets are relative.
         graph: the graph.
-        is_norm: whether a node is a batch normalization that supports fusion; its first argument is x.
+        is_norm: whether a node is a batch normalization that supports fusion; the node's first argument is BN's input.
         fits: whether a residual can be fused into a batch normalization. By default, every residual matches, and the
             fused call checks the residual each time it runs.
         depth: how many opened children (children that were traced into) enclose a batch normalization. If both summands
@@ -231,8 +231,8 @@ class Matcher:
             assert isinstance(residual, fx.Node)
             if not self._fits(norm, residual):
                 continue
-            # This sum overwrites the residual, but the fused call does not. So the residual must be a new tensor that
-            # nothing else reads.
+            # If the sum is written into the residual, the residual must be a new tensor that nothing else reads:
+            # the fused call does not overwrite it.
             if writes_its_sum(node) and mine and not (self._is_fresh(residual) and _only_user(residual) is node):
                 continue
             x = norm.args[0]
@@ -372,7 +372,10 @@ class Matcher:
         return node
 
     def origins(self, match: Match) -> Iterator[fx.Node]:
-        """Yield the nodes that a match relies on: BN, and the nodes that created the tensors that sums write into."""
+        """Yield the nodes that a match relies on.
+
+        These are BN, its input if that must be private, and the nodes that created the tensors that sums write into.
+        """
         yield match.norm
         if match.needs_private_input:
             yield match.norm.args[0]  # type: ignore[misc]
@@ -390,7 +393,7 @@ class Matcher:
         return False
 
     def _cannot_move(self, norm: fx.Node, end: fx.Node) -> bool:
-        """Return whether a call between BN and the sum may use the same BN or its tensors, or switches a mode."""
+        """Return whether a call between BN and the sum may use the same BN or its tensors, or may switch a mode."""
         layer = self._module(norm)
         between = [(node, self._module(node)) for node in _between(norm, end)]
         if any(_switches_a_mode(node) or (m is not None and layer in modules_within(m)) for node, m in between):

@@ -46,7 +46,8 @@ def ask(tree: Any, given: Given) -> tuple[str, Any]:
     ``tree`` is a node, a constant, or a tuple, list or slice of these.
 
     Raises:
-        Unanswerable: also if the value is a tensor, because a stand-in has the argument's shape but not its contents.
+        Unanswerable: if the value depends on more than shapes, dtypes and devices, or if it is a tensor: a stand-in has
+            the argument's shape but not its contents.
     """
     if isinstance(tree, fx.Node):
         text, value = follow(tree, given)
@@ -72,7 +73,7 @@ def _ask_all(items: Iterable[Any], given: Given) -> tuple[str, list[Any]]:
 
 
 def follow(node: Any, given: Given) -> tuple[str, Any]:
-    """Return the same as :func:`ask` for a node, but allow tensors: arguments and views of them."""
+    """Do the same as :func:`ask` for a node, but also return tensors: arguments and views of arguments."""
     if node.name in given:
         return given[node.name]
     function, args = node.target, node.args

@@ -90,7 +90,7 @@ def restore_unused_(
 
 
 def unused(net: nn.Module, example: Any, forward: network_call.Forward | None, training: bool) -> list[str]:
-    """Return the paths of the modules whose rewritten code does not run on the example, in one mode."""
+    """Return the paths of the rewritten modules that run only their original code on the example, in one mode."""
     if not any(map(is_rewritten, net.modules())):
         return []
     twin = private_copy(net).train(training)
@@ -204,7 +204,7 @@ class _Worker:
             except Untraceable as error:
                 if not opened:
                     raise
-                # Try again without tracing into the child that failed. If it is unknown, trace into no child.
+                # Try again without tracing into the child that failed. If that child is unknown, trace into no child.
                 inside = f"{path}.{error.inside}".lstrip(".")
                 opened = opened - {inside} if inside in opened else set()
 

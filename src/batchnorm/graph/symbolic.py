@@ -335,7 +335,7 @@ class _Tracer(fx.Tracer):
             known = self.known(obj, given, follow if function is len else ask)
             if known is None:
                 raise Untraceable(
-                    f"its code calls {function.__name__}() on a tensor that it computes, or on the shape of one"
+                    f"its code calls {function.__name__}() on a tensor that it computes, or on that tensor's shape"
                 )
             results[function(known[1])] = known[0]
         if len(results) > 1:

@@ -128,7 +128,7 @@ class FixedAffine(nn.Module):
     def forward(self, input: Tensor, residual: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """Return g(scale * input + shift + residual), and 0 where ``mask`` is False."""
         if mask is not None:
-            # Padding may hold NaN, which must not reach the gradients.
+            # Masked positions may hold NaN, which must not reach the gradients.
             mask = mask.reshape(mask.shape[0], *[1] * (input.dim() - mask.dim()), *mask.shape[1:])
             input = torch.where(mask, input, 0)
             residual = None if residual is None else torch.where(mask, residual, 0)
@@ -136,8 +136,7 @@ class FixedAffine(nn.Module):
         if self.scale is not None and self.shift is not None:
             shape = self.scale.shape + (1,) * (input.dim() - 1 - self.scale.dim())
             scale, shift = self.scale.view(shape), self.shift.view(shape)
-            # On CUDA, addcmul takes one kernel launch. On the CPU, two passes over cached data are twice as fast as
-            # addcmul.
+            # On CUDA, addcmul takes one kernel launch. On the CPU, addcmul is slower than two passes over cached data.
             y = torch.addcmul(shift, y, scale) if y.is_cuda else (y * scale).add_(shift)
         if residual is not None:
             y = y + residual

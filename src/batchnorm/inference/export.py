@@ -51,7 +51,7 @@ class Exported:
         before, after, written = self.sizes
         return (
             f"{self.path}: relative error {self.relative_error:.1e} on batches of {batches}\n{self.fold}\n"
-            f"size: {before:,} bytes of parameters and buffers before, {after:,} folded, {written:,} in the file"
+            f"size: {before:,} bytes of parameters and buffers before folding, {after:,} after, {written:,} in the file"
         )
 
 
@@ -72,14 +72,14 @@ def export(
 
     Args:
         net: any network; it is written in evaluation mode, with a warning if it is in training mode.
-        example: a batch; a dict is passed as keyword arguments, so use one if the network has several inputs.
+        example: a batch; a dict is passed as keyword arguments, so use a dict if the network has several inputs.
         path: ends in ``.onnx`` (needs the extra "export") or ``.pt2``.
         dynamic_batch: let the first dimension of each input vary. The file is then also run on other batch sizes,
             smaller and larger than the example's, except those that the network does not accept.
         tolerance: the largest relative error to accept; by default, the error that rounding can cause in the network's
             precision.
-        metadata: strings to store in the file, such as class names: ONNX's metadata properties, or the extra files of
-            ``torch.export.load``.
+        metadata: strings to store in the file, such as class names. They become ONNX's metadata properties or
+            ``torch.export``'s extra files.
 
     Warns:
         UserWarning: if a batch normalization is left in the file, or the network is in training mode.
@@ -136,7 +136,7 @@ def export(
         errors = _errors(net, load(draft), example, _other_sizes(example) if dynamic_batch else [])
         for size, error in errors.items():
             if not error <= limit:
-                branch = "; its code may depend on the batch size: export a file for each size with dynamic_batch=False"
+                branch = "; the network may depend on the batch size: export a file per size with dynamic_batch=False"
                 raise ValueError(
                     f"the exported file's output on a batch of {size} differs from the network's by {error:.2e}"
                     f" (relative), more than {limit:.0e}; nothing was written{branch if size != traced_size else ''}"
@@ -167,14 +167,14 @@ def _errors(net: nn.Module, run: Callable[[Any], Any], example: Any, others: lis
             found[size] = _scaled_error(_on_cpu(run(batch)), expected, scales)
         except Exception as failure:
             raise ValueError(
-                f"the exported file fails on a batch of {size}, which the network accepts; nothing was written; export"
-                f" a file for each size with dynamic_batch=False: {failure}"
+                f"the exported file fails on a batch of {size}, which the network accepts. Nothing was written; export"
+                f" a file for each size with dynamic_batch=False. The error was: {failure}"
             ) from failure
     return found
 
 
 def _scaled_error(new: list[Tensor], old: list[Tensor], scales: list[float]) -> float:
-    """Return the error relative to the outputs' largest value, on this batch or the example, whichever is larger."""
+    """Return the error relative to the largest output on this batch or on the example, whichever is larger."""
     if [t.shape for t in new] != [t.shape for t in old] or len(old) != len(scales):
         return inf
     errors = []
@@ -300,7 +300,7 @@ def _batch_size(batch: Any) -> int:
 
 
 def _resized(batch: Any, size: int) -> Any:
-    """Return a batch of another size: the first examples, and all of them again from the start if more are needed."""
+    """Return a batch of another size: the first examples, repeated from the start if there are too few."""
     own = _batch_size(batch)
 
     def resize(t: Tensor) -> Tensor:

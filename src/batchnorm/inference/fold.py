@@ -55,13 +55,13 @@ def fold(
     """Return the inference network: y = scale * x + shift replaces each BN(x) and is folded into adjacent weights.
 
     A layer is folded into the Linear, convolution or transposed convolution that produces its input. If that is not
-    possible, the layer is folded into the layers of these kinds that consume its output. If that is not exact, the
+    possible, the layer is folded into the layers of these kinds that consume its output. If neither is possible, the
     layer becomes a fixed affine map, together with the activation after it. The data flow of a real forward pass on
     ``example``, not the order in which modules were defined, decides which modules are adjacent. Weights are folded in
     float64, and the outputs for ``example`` are compared with the original's. ``net`` is not changed.
 
     If a module's forward does the normalization itself (a batch normalization subclass with its own forward, a call of
-    ``F.batch_norm``), ``torch.fx`` traces that forward only, and the batch normalization becomes a child of the module.
+    ``F.batch_norm``), ``torch.fx`` traces only that forward, and the batch normalization becomes a child of the module.
     The traced form keeps the values that the module's attributes have now. A forward that assigns to attributes, or
     changes a tensor or a list that its module holds, is not traced. All other Python code stays the same.
 
@@ -186,7 +186,8 @@ def _run(net: nn.Module, example: Any, forward: network_call.Forward | None) -> 
     """Trace the folded network.
 
     Raises:
-        AttributeError: if the network's code reads an attribute that a module lacks; ``obj`` is that module in ``net``.
+        AttributeError: if the network's code reads an attribute that a module lacks; the error's ``obj`` is that module
+            in ``net``.
     """
     try:
         return trace(net, example, forward, training=False)

@@ -66,7 +66,7 @@ def make_plan(graph: Graph, layers: list[TorchBatchNorm]) -> FoldPlan:
 def reason_to_keep(module: nn.Module, graph: Graph) -> str:
     """Return why a batch normalization cannot become a fixed affine map; "" if it can, and for other modules."""
     if is_scripted_norm(module):
-        return "it is scripted; fold the network before torch.jit"
+        return "it is scripted; call fold before scripting the network"
     if not isinstance(module, TorchBatchNorm):
         return ""
     if has_hooks(module):
@@ -287,11 +287,11 @@ def _function_of(pairs: Iterator[tuple[Tensor, Tensor]], size: int) -> Tensor:
     """Return a tensor f with f[inner] == outer everywhere, for all pairs; raise Refusal if there is none."""
     inner, outer = next(pairs)
     if inner.shape != outer.shape:
-        raise Refusal("the shapes between it and the affine layer next to it do not match")
+        raise Refusal("the shapes between it and the adjacent affine layer do not match")
     index = torch.zeros(size, dtype=torch.long)
     index[inner.flatten()] = outer.flatten()
     if not torch.equal(index[inner], outer):
-        raise Refusal("the dimension that it normalizes is not the feature dimension of the affine layer next to it")
+        raise Refusal("the dimension that it normalizes is not the feature dimension of the adjacent affine layer")
     if not all(torch.equal(index[inner], outer) for inner, outer in pairs):
         raise Refusal(f"the example has a dimension of size 1; {LARGER}")
     return index

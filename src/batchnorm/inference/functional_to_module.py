@@ -175,7 +175,7 @@ class _ForwardTracer(fx.Tracer):
 
 
 class _CheckedProxy(fx.Proxy):
-    """A proxy that may not be hashed or turned into text: the result would depend on the proxy, not on the value."""
+    """A proxy that must not be hashed or turned into text: the result would depend on the proxy, not on the value."""
 
     tracer: _ForwardTracer
 
@@ -242,7 +242,7 @@ def _unchecked_shapes(net: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _no_assignments(net: nn.Module) -> Iterator[None]:
-    """Raise Untraceable if the user's code assigns to an attribute of a module, because a graph would not repeat it."""
+    """Raise Untraceable if the user's code assigns to a module's attribute: a graph would not repeat the assignment."""
     assign, modules = nn.Module.__setattr__, set(net.modules())
 
     def refuse(module: nn.Module, name: str, value: Any) -> None:
@@ -370,7 +370,7 @@ def _blank(base: type[nn.Module], name: str, source: str, names: tuple[tuple[str
 
 
 def _equivalent_modules(root: nn.Module, graph: fx.Graph) -> dict[fx.Node, nn.Module]:
-    """Return modules that compute the same as functional calls, for the calls whose parameters are fixed."""
+    """Return, for each functional call whose parameters are fixed, a module that computes the same."""
     found: dict[fx.Node, nn.Module] = {}
     for node in graph.nodes:
         module = None

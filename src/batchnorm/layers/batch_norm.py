@@ -1,4 +1,4 @@
-"""Drop-in replacements for ``torch.nn.BatchNorm1d``, 2d and 3d with a fused nonlinearity, a residual and a mask."""
+"""Drop-in replacements for ``torch.nn.BatchNorm1d``, 2d and 3d, with an optional nonlinearity, residual and mask."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class BatchNorm(TorchBatchNorm):
 
     @property
     def features(self) -> tuple[int, ...]:
-        """The shape of the running mean: (C,), or for example (C, H, W) per activation."""
+        """The shape of the running mean: (C,) or, with statistics per activation, a shape such as (C, H, W)."""
         return _as_tuple(self.num_features)
 
     @property
@@ -96,8 +96,8 @@ class BatchNorm(TorchBatchNorm):
         """The running average of the mean; None if the layer keeps no running averages.
 
         Raises:
-            RuntimeError: if the code that reads the average is a tool of torch that would drop this layer's activation,
-                ``statistics`` option or freezing.
+            RuntimeError: if one of torch's tools reads the average and would drop options that ``torch.nn`` layers do
+                not have, such as the activation.
         """
         tool = None if torch.compiler.is_compiling() else tool_at(sys._getframe(1))
         lost = [] if tool is None else self._extras(for_inference=tool.for_inference)
@@ -215,7 +215,7 @@ class BatchNorm(TorchBatchNorm):
         return proxy.tracer.create_proxy("call_module", proxy.tracer.path_of_module(self), (proxy,), given)
 
     def _check_ranks(self) -> None:
-        """Check once that all ranks have the same layer; if not, the first all-reduce would hang or mix layers up."""
+        """Check once that all ranks have the same layer; otherwise the first all-reduce would hang or mix layers up."""
         if isinstance(self.statistics, Sync) and not self._ranks_checked:
             if collectives.world_size(self.statistics.group) > 1:
                 collectives.check_same_features(_as_tuple(self.num_features), path_of(self), self.statistics.group)
@@ -240,7 +240,7 @@ class BatchNorm(TorchBatchNorm):
             self.num_batches_tracked.add_(1)
 
     def _factor(self) -> float | None:
-        """Return the momentum; as in torch.nn, 0 instead of None (a cumulative average) if batches are not counted."""
+        """Return the momentum or, as in torch.nn, 0 if it is None (cumulative average) and batches are not counted."""
         return 0.0 if self.momentum is None and self.num_batches_tracked is None else self.momentum
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -259,12 +259,12 @@ class BatchNorm(TorchBatchNorm):
             raise ValueError(
                 f"{path_of(self)}: expected {' x '.join(map(str, features))} features, but the input of shape"
                 f" {tuple(input.shape)} has {' x '.join(map(str, input.shape[1 : 1 + len(features)]))};"
-                f" set num_features to match the layer before it"
+                f" set num_features to match the layer before this one"
             )
         if residual is not None and residual.shape != input.shape:
             raise ValueError(
                 f"{path_of(self)}: a residual of shape {tuple(residual.shape)} cannot be added to an input of shape"
-                f" {tuple(input.shape)}; project it to that shape first"
+                f" {tuple(input.shape)}; project the residual to that shape first"
             )
         positions = (input.shape[0], *input.shape[1 + len(features) :])
         if mask is not None and (mask.dtype != torch.bool or mask.shape != positions):

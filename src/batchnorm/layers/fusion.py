@@ -17,7 +17,8 @@ from .norm_act import NormAct
 class Fused(nn.Module):
     """A placeholder for an activation module that is now fused into a batch normalization.
 
-    The placeholder refers to the activation and to the layers that now apply it, so that ``revert`` can restore them.
+    The placeholder refers to the activation module, so that ``revert`` can restore it, and to the layers that now
+    apply the activation.
 
     >>> Fused(nn.ReLU(), [])
     Fused(was ReLU())

@@ -1,4 +1,4 @@
-"""timm's BatchNormAct2d, batch normalization with an activation, as a layer of this library."""
+"""This library's version of timm's BatchNormAct2d, a batch normalization with an activation."""
 
 from __future__ import annotations
 

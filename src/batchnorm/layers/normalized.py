@@ -15,7 +15,7 @@ class Normalized(nn.Module):
     that code that reads ``self.conv1.out_channels`` keeps working.
 
     Args:
-        affine: the module: a Linear or a convolution, or an activation if BN goes after it.
+        affine: a Linear, a convolution or, if BN goes after the nonlinearity, an activation module.
         norm: the batch normalization.
         features_last: whether the last dimension is the feature dimension, as in Linear; all other dimensions then
             belong to the mini-batch.

@@ -19,8 +19,9 @@ from .taps import Taps, nonlinearities, probing
 class Monitor:
     """Record percentiles of a network's nonlinearity inputs while it trains, without altering the training.
 
-    As a context manager, the monitor counts the forward passes in training mode, from 0, and records each pass whose
-    number is a multiple of ``every``. If your loop does not call ``net`` itself, call :meth:`record` instead.
+    As a context manager, the monitor counts the forward passes in training mode with gradients enabled, from 0. It
+    records each pass whose number is a multiple of ``every``. If your loop does not call ``net`` itself, call
+    :meth:`record` instead.
 
     Args:
         net: any network. Nonlinearities are found if they are modules or fused into this library's batch normalization.
@@ -31,10 +32,10 @@ class Monitor:
         every: steps between records. Each time there are ``points`` records, every second record is dropped and
             ``every`` doubles, so memory is bounded for a run of any length.
         points: the largest number of records in memory.
-        probe: a batch to run for each record, instead of recording the training batch. The probe is normalized by its
-            own statistics as in training, but without dropout. It changes no buffers or random numbers.
-        unit_dim: the dimension of the layers' units; or a mapping from layer names to dimensions, in which missing
-            layers have dimension 1.
+        probe: a batch to run for each record, instead of recording the training batch. The probe runs as in
+            training, normalized by its own statistics, but without dropout. It changes no buffers or random numbers.
+        unit_dim: the dimension of the layers' units, or a mapping from layer names to dimensions. Layers that are not
+            in the mapping use dimension 1.
         sinks: objects that also write the records, e.g. :class:`batchnorm.monitor.JSONLines`. They are closed on exit.
 
     Raises:

@@ -14,8 +14,8 @@ from torch import Tensor
 class Percentiles(NamedTuple):
     """Hold the percentiles of one nonlinearity's inputs, each of shape (percentiles, units).
 
-    ``z`` is the nonlinearity's input; ``x`` is the input before batch normalization, x = Wu, and is ``z`` itself if
-    there is no normalization.
+    ``z`` has the percentiles of the nonlinearity's input, and ``x`` those of x = Wu, the input before batch
+    normalization. If there is no normalization, ``x`` is ``z``.
 
     Paper: Fig. 1 b, c
     """
@@ -50,7 +50,7 @@ def percentiles_of(
 ) -> Tensor:
     """Return the percentiles of each unit over all other dimensions, shape (percentiles, units), interpolated linearly.
 
-    At most ``samples`` values of at most ``units`` units are used, evenly spaced.
+    At most ``units`` units, and at most ``samples`` values of each unit, are used. They are evenly spaced.
 
     >>> percentiles_of(torch.tensor([[0.0], [1.0], [2.0]]), (0, 50, 75))
     tensor([[0.0000],

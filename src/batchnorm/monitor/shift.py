@@ -14,7 +14,7 @@ from .records import Change, Record
 
 
 def drift(records: Sequence[Record], layer: str, of: Literal["z", "x"] = "z") -> Tensor:
-    """Return how far each unit's distribution moved between consecutive records, in units of its own width.
+    """Return how far each unit's distribution moved between consecutive records, as a multiple of its own width.
 
     The drift is mean_p |q_p(t) - q_p(s)| / w, where q_p are the percentiles at the consecutive records s and t, and w
     is the distance from the lowest percentile to the highest, averaged over both records. The result has shape

@@ -19,7 +19,7 @@ def _identity(z: Tensor) -> Tensor:
     return z
 
 
-# The kernels identify an activation by its position here: add new ones at the end.
+# The kernels identify an activation by its position in this dict, so add new activations at the end.
 _KINDS = {
     "identity": _Kind(_identity, nn.Identity),
     "relu": _Kind(F.relu, nn.ReLU),
@@ -81,7 +81,8 @@ class Activation(NamedTuple):
 def apply(activation: Activation, z: Tensor) -> Tensor:
     """Return g(z).
 
-    Compiled code calls this instead of the ``Activation``, whose class torch.compile would check in every call.
+    Compiled code calls this function, not the object, because torch.compile would check the object's class in every
+    call.
     """
     if activation.name == "leaky_relu":
         return F.leaky_relu(z, activation.slope)

@@ -38,7 +38,7 @@ class Path(Protocol):
         """Return why the path does not support a call; None if it does."""
 
     def describe(self, call: Call, /) -> str | None:
-        """Return how the path computes a call; None if the reason for choosing the path says enough."""
+        """Return how the path computes a call; None if the dispatcher's reason says enough."""
 
     def run(self, call: Call, /) -> tuple[Tensor, Moments]:
         """Return the output and the batch's statistics; update the running averages if the call has any."""

@@ -1,6 +1,6 @@
 """Compile C and C++ sources with the machine's own compiler, load the result, and cache compiled files.
 
-Each source is compiled once per machine, and the library is stored in the user's cache folder. A cached library is
+Each source is compiled once, and the resulting library is stored in the user's cache folder. A cached library is
 loaded only if it belongs to the user, nobody else can write to it, and its contents match the digest in its name.
 Nothing is compiled on systems other than Linux, if there is no compiler, or if BATCHNORM_COMPILE=0 is set in the
 environment.
@@ -114,7 +114,7 @@ def kept(name: str, depends: object, make: Callable[[], bytes]) -> bytes:
 
 
 def remember_failure(source: Source, error: Unavailable) -> None:
-    """Record that the source does not compile or load, so that :func:`cached` can report it without trying again."""
+    """Record that the source does not compile or load, so that later processes do not try again; see :func:`cached`."""
     if isinstance(error.__cause__, subprocess.CalledProcessError | ImportError):  # other errors may not recur
         with suppress(OSError):
             failure = _folder(create=True) / f"{source.path.stem}-{_key(source, _command(source))}.failed"
@@ -151,7 +151,7 @@ def _folder(*, create: bool) -> Path:
 
 @contextmanager
 def _alone(lock: Path) -> Iterator[None]:
-    """Let one process at a time compile a source, if the file system supports locks."""
+    """Let only one process at a time compile a source, if the file system supports locks."""
     import fcntl
 
     with lock.open("w") as file:
@@ -177,7 +177,7 @@ def _named(name: str, key: str, contents: bytes, suffix: str = "so") -> str:
 
 
 def _cached(source: Source, folder: Path, command: list[str]) -> Any:
-    """Load the cached library if there is one; remove damaged or unsafe files, so that it is compiled again."""
+    """Load the cached library if there is one; remove damaged or unsafe files, so that the source is compiled again."""
     key = _key(source, command)
     for path in sorted(folder.glob(f"{source.path.stem}-{key}-*.so")):
         try:

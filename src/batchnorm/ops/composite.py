@@ -53,7 +53,7 @@ def backward(call: Call, dy: Tensor, passes: Tensor | None = None) -> tuple[Tens
     """Return dx, dgamma, dbeta and dz by the formulas of the paper's Section 3, with differentiable operations.
 
     dx = gamma / sigma * (dz - mean(dz) - x_hat mean(dz x_hat)). ``passes`` is True where the activation's derivative is
-    1. If it is given, the residual is not needed.
+    1; if ``passes`` is given, the residual is not needed.
 
     Paper: Sec. 3, gradients
     """

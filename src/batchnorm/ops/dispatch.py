@@ -57,9 +57,9 @@ def batch_norm(
         gamma: scale, of the features' shape; None means 1.
         beta: shift, of the features' shape; None means 0.
         eps: added to the variance.
-        feature_dims: how many dimensions after the first are feature dimensions; each feature has its own statistics. 1
-            is the convolutional form (statistics over batch and locations); ``x.dim() - 1`` gives statistics per
-            activation.
+        feature_dims: how many dimensions after the first are feature dimensions; each feature has its own statistics.
+            With 1, statistics are taken over batch and locations (the convolutional form); with ``x.dim() - 1``, they
+            are taken per activation.
         activation: the nonlinearity g: an :class:`Activation`, or a name in :data:`batchnorm.ops.activation.NAMES`.
         residual: added before the nonlinearity; same shape as x.
         mask: bool, of shape (N, *locations): False leaves a position out of the statistics and makes its output 0.
@@ -95,7 +95,7 @@ def batch_norm_(
 ) -> tuple[Tensor, Moments]:
     """Normalize like :func:`batch_norm` and update the running averages in place, as the layers do in training.
 
-    No gradient flows through the returned moments. All other arguments are those of :func:`batch_norm`.
+    No gradient flows through the returned moments. All unlisted arguments are those of :func:`batch_norm`.
 
     Args:
         running: the averages, updated in place.
@@ -137,7 +137,7 @@ def normalize_batch_(
 ) -> Tensor:
     """Normalize like :func:`batch_norm_` but return only the output, as ``torch.nn.functional.batch_norm`` does.
 
-    This is faster than :func:`batch_norm_` for small batches. All other arguments are those of :func:`batch_norm`.
+    This is faster than :func:`batch_norm_` for small batches. All unlisted arguments are those of :func:`batch_norm`.
 
     Args:
         running: the averages, updated in place.
@@ -190,7 +190,7 @@ def normalize(
 
     y = g(gamma * (x - mean) / sqrt(var + eps) + beta + residual)
 
-    All other arguments are those of :func:`batch_norm`.
+    All unlisted arguments are those of :func:`batch_norm`.
 
     Args:
         mean: E[x], of the features' shape.
@@ -241,8 +241,8 @@ def choose(call: Call) -> Choice:
     if not FAST:
         return Choice("composite", "BATCHNORM_FAST=0 disables every fast path")
     if torch.compiler.is_compiling():
-        # The compiler fuses plain operations. On CUDA, no tensor size was found at which this is faster than the fused
-        # kernels (docs/compile.md).
+        # The compiler fuses plain operations. On CUDA, no tensor size was found at which the result is faster than the
+        # fused kernels (docs/compile.md).
         if x.device.type != "cuda":
             return Choice("composite", "torch.compile fuses plain operations itself")
     elif is_transformed():

@@ -81,7 +81,7 @@ def batch_moments(
 
 
 def merge(parts: Moments) -> Moments:
-    """Merge moments stacked along their first dimension into the moments of all their samples together.
+    """Merge moments stacked along their first dimension into the moments of all samples together.
 
     The results are m = sum(m_b), mean = sum(m_b mean_b) / m and var = sum(m_b (var_b + (mean_b - mean)^2)) / m. Empty
     parts (count 0) are ignored, even if their mean or variance is NaN.

@@ -32,10 +32,16 @@ def recompute() -> Iterator[None]:
     batch's statistics. The result is the same bit for bit, so gradients do not change, and running averages are not
     updated again. Concatenations are recomputed from their parts.
 
-    Some tensors are kept as usual: outputs of layers that are frozen, in evaluation mode, called with a ``mask``, using
-    ``Renorm``, or using ``Sync`` over several ranks; outputs that are changed in place; results of casting or pooling
-    an output; and everything under ``torch.compile``, which decides itself what to recompute. If contexts with
-    saved-tensor hooks are nested (``save_on_cpu``, ``torch.utils.checkpoint``), the innermost one applies.
+    Some tensors are kept as usual:
+
+    - outputs of layers that are frozen, in evaluation mode or called with a ``mask``
+    - outputs of layers that use ``Renorm``, or ``Sync`` over several ranks
+    - outputs that are changed in place
+    - results of casting or pooling an output
+    - everything under ``torch.compile``, which decides itself what to recompute
+
+    If contexts with saved-tensor hooks are nested (``save_on_cpu``, ``torch.utils.checkpoint``), the innermost context
+    applies.
 
     Raises:
         RuntimeError: in the backward pass, if a tensor that it needs was changed in place after the forward pass.
@@ -88,7 +94,7 @@ class Recomputed:
         self.value: tuple[Tensor, object] | None = None
 
     def read(self, counted: bool) -> Tensor:
-        """Return the tensor; hold it until its last reader (a counted :class:`Kept`) or the backward pass is done."""
+        """Return the tensor; hold it until every counted :class:`Kept` has read it, or until the backward pass ends."""
         value = self.value[0] if self.value is not None and self.value[1] == _stream(self.value[0]) else self.compute()
         if is_recomputation():
             self.left -= counted

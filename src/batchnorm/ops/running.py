@@ -1,12 +1,12 @@
-"""Update running averages in place, through one opaque operator, so that every caller follows the same rules.
+"""Update running averages in place, by rules that every path follows.
 
 The rules:
 
 - The running variance averages the unbiased estimate m/(m-1) sigma_B^2.
 - ``momentum=None`` computes the cumulative average.
 - A batch with non-finite moments only increments the count of skipped batches.
-- A forward pass that runs again inside a backward pass (activation checkpointing) changes nothing. The operator checks
-  this when it runs, not when it is traced, so the rule also holds for compiled code.
+- A forward pass that runs again inside a backward pass (activation checkpointing) changes nothing. The operator
+  ``update_running_`` checks this when it runs, not when it is traced, so the rule also holds for compiled code.
 """
 
 from __future__ import annotations

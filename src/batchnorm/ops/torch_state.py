@@ -38,7 +38,7 @@ def is_observed(x: Tensor) -> bool:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Return whether this is an ordinary forward pass on the CPU: no compiler, transform or tracer."""
+    """Return whether ``x`` is an ordinary CPU tensor and no compiler, transform, mode or tracer is active."""
     # This is one expression with module-level aliases for speed, because layers run it on every call.
     return (
         not torch.compiler.is_compiling()

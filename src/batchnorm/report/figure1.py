@@ -12,7 +12,7 @@ from ..pictures import BLUE, ORANGE, picture
 from .runs import Run
 
 TARGETS = (*(k / 10 for k in range(1, 10)), 0.95, 0.96, 0.97, 0.98)
-SHOWN = 6  # the table has at most this many targets, the highest that a run reached
+SHOWN = 6  # the table has at most this many targets: the highest that any run reached
 COLOURS = {False: ORANGE, True: BLUE}
 
 

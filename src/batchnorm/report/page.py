@@ -21,8 +21,8 @@ from .figure1 import paper_versus_here, steps_to
 from .runs import ACCURACIES, Curve, Run, read_runs
 
 PageSection = tuple[str, str, Sequence[Sequence[str]]]
-# The maximum number of percentile values of a run in the page: 125 records of three percentiles for each of 100 units
-# in three layers.
+# The maximum number of percentile values per run in the page: 125 records of three percentiles, for 100 units in each
+# of three layers.
 BUDGET = 125 * 3 * 3 * 100
 
 MEASURES = (

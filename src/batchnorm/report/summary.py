@@ -171,7 +171,7 @@ def figures(results: Path) -> str:
 
 
 def _rates(r: Result) -> list[str]:
-    """Return sentences that compare the networks at the same rate and each at its best rate, and the verdicts' counts.
+    """Return sentences that compare the networks at the same rate and at their best rates, and that count the verdicts.
 
     Networks that did not reach Inception's best accuracy are left out.
 
@@ -205,7 +205,7 @@ def _narrow(row: list[str]) -> list[str]:
 
 
 def _verdicts(steps: list[Result]) -> str:
-    """Summarize which of Figure 4's steps lower the error.
+    """Say which changes lower the error in Figure 4, such as more crops.
 
     >>> step = {"name": "144 crops instead of 1", "error": "top-1", "verdict": "confirmed"}
     >>> _verdicts([step, {**step, "error": "top-5"}])
@@ -219,7 +219,7 @@ def _verdicts(steps: list[Result]) -> str:
 
 
 def _best_ensemble(chosen: list[Result]) -> list[str]:
-    """Return a sentence about the best ensemble of any networks.
+    """Compare the best ensemble with the best network in one sentence; return no sentence if there is no ensemble.
 
     >>> step = {"error": "top-1", "before": 0.5, "after": 0.4, "networks": ["a", "b"], "verdict": "confirmed"}
     >>> print(*_best_ensemble([step]))

@@ -1,4 +1,4 @@
-"""``batchnorm compare``: train your own network without and with batch normalization, each at its best rate."""
+"""``batchnorm compare``: compare your own network without and with batch normalization, each at its best rate."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def compare(
 ) -> None:
     """Train your network without and with batch normalization at several rates, and compare both at their best rates.
 
-    If your network has batch normalization, it is compared with a copy without batch normalization; otherwise, with a
-    copy that has batch normalization inserted.
+    If your network has batch normalization, it is compared with a copy without batch normalization. If it has none, it
+    is compared with a copy in which batch normalization is inserted.
 
     Each run has its own folder in --out, by default runs/compare-NAME. At the end, report.html and compare.json are
-    written to --out. After an interruption, run the same command again to resume; with more --rates or --seeds, only
-    the missing runs are trained.
+    written to --out. After an interruption, run the same command again to resume. If you add rates or seeds, only the
+    missing runs are trained.
 
     Args:
         options: data, folder, device and how often to report.
@@ -81,7 +81,7 @@ def compare(
                 f"compare does not take --{option}: remove it, and choose the runs with --rates and --seeds"
             )
     if not overrides.factory:
-        raise ValueError("nothing to compare: add --network FILE.py:FUNCTION, your own network")
+        raise ValueError("nothing to compare: name your own network with --network FILE.py:FUNCTION")
     chosen = resolve(RECIPES[recipe], overrides)
     out = options.out or Path("runs") / f"compare-{chosen.name}"
     on_gpu = find_device(options.device).type == "cuda"
@@ -112,7 +112,8 @@ def compare(
             claim_folder(one.folder, one.recipe, data, planned_steps=planned)
     waiting = [one for one in trainings if not one.finished()]
     print(
-        f"{chosen.factory} without batch normalization ({changes[False]}) and with it ({changes[True]}):"
+        f"{chosen.factory} without batch normalization (--normalize {changes[False]}) and with it"
+        f" (--normalize {changes[True]}):"
         f" {data[splits[0]]:,} training images of {classes:,} classes, {images:,} validation images,"
         f" {len(trainings)} runs of {steps:,} steps in {out}, {len(waiting)} of them unfinished",
         flush=True,
@@ -131,7 +132,7 @@ def _changes(recipe: Recipe, classes: int) -> dict[bool, Change]:
     Both networks are built and folded, to find problems before training.
 
     Raises:
-        ValueError: if one of the two networks cannot be built, trained or folded.
+        ValueError: if one of the two networks cannot be built or folded, or does not fit the images or the classes.
     """
     has = any(isinstance(m, TorchBatchNorm) for m in recipe.network(classes).modules())
     changes: dict[bool, Change] = {False: "remove", True: "as-is"} if has else {False: "as-is", True: "insert"}
@@ -238,7 +239,7 @@ def difference(before: Sequence[float], after: Sequence[float], images: int) -> 
 
 
 def _half_width(groups: Sequence[Sequence[float]], images: int) -> float:
-    """Return half the width of the 95% interval, from Welch's t over seeds and the number of validation images."""
+    """Return half the width of the 95% interval: Welch's t over seeds, combined with the images' sampling error."""
     means = [statistics.fmean(values) for values in groups]
     of_images = 1.96 * math.sqrt(sum(p * (1 - p) for p in means) / images)
     parts = [(statistics.variance(values) / len(values), len(values) - 1) for values in groups]
@@ -267,7 +268,7 @@ def publish(networks: Mapping[tuple[bool, float], SeedRuns], out: Path, **told: 
     """Compare the two networks at their best rates, write compare.json and report.html, and print the result.
 
     Args:
-        networks: the runs, by whether they have batch normalization and by rate.
+        networks: the runs, with keys (whether they have batch normalization, rate).
         out: folder for the files.
         told: further entries of compare.json.
 

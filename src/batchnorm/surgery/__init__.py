@@ -1,4 +1,4 @@
-"""Insert batch normalization into a network (N to N_tr in Algorithm 2), or replace the layers that it has."""
+"""Insert batch normalization into a network (N to N_tr in Algorithm 2), or replace its existing batch normalization."""
 
 from .convert import convert
 from .insert import insert

@@ -50,7 +50,7 @@ def convert(
 ) -> nn.Module:
     """Return the network with this library's layers in place of ``torch.nn``'s, fused with sums and activations.
 
-    ``BatchNorm1d/2d/3d``, ``SyncBatchNorm`` and timm's ``BatchNormAct2d`` are replaced; parameters, statistics, hooks,
+    ``BatchNorm1d/2d/3d``, ``SyncBatchNorm`` and timm's ``BatchNormAct2d`` are replaced. Parameters, statistics, hooks,
     shared modules, modes, devices and dtypes stay the same, except that half-precision running statistics become
     float32. Other batch normalizations (subclasses, layers with a patched forward or a parametrization) are not
     converted, and the report says why. The report also lists calls of ``F.batch_norm``.
@@ -76,7 +76,8 @@ def convert(
         rewrite: False only replaces modules. An activation module is then fused if a ``Sequential`` calls it after the
             layer and nothing else refers to the layer or the activation. The network's code must then not call the
             children of such a ``Sequential`` one by one.
-        statistics: the source of every layer's statistics: ``Sync()``, ``Ghost(size)`` or ``Renorm()``.
+        statistics: how every layer computes its training statistics: ``Sync()``, ``Ghost(size)`` or ``Renorm()``; None
+            keeps each layer's own way.
 
     Returns:
         The network, with a ``report`` that says how many layers are fused, what was done with each layer, and why some
@@ -125,8 +126,8 @@ def convert(
             error = check()
         except Exception:
             for path, problem in restore_wrong_(result, check).items():
-                done[path] = Rewritten({}, dict.fromkeys(modes, f"after rewriting, {problem}"))
-                notes.append(f"{_code_of(path)} was not rewritten: after rewriting, {problem}")
+                done[path] = Rewritten({}, dict.fromkeys(modes, f"with rewritten code, {problem}"))
+                notes.append(f"{_code_of(path)} was not rewritten: with rewritten code, {problem}")
             error = check()
     if statistics is not None:
         for module in result.modules():

@@ -149,7 +149,9 @@ def _norm(place: Place, per_activation: bool) -> BatchNorm:
 def _set_identity(
     net: nn.Module, norms: dict[Place, BatchNorm], batches: Iterable[Any], forward: network_call.Forward | None
 ) -> None:
-    """Set gamma = sqrt(Var[x] + eps), beta = E[x], and the running statistics to the statistics of x without the bias.
+    """Set gamma, beta and the running statistics so that the outputs in evaluation mode do not change.
+
+    gamma = sqrt(Var[x] + eps) and beta = E[x]. The running mean is E[x] minus the bias that is dropped.
 
     Paper: Sec. 3, "could recover the original activations"
     """

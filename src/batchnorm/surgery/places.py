@@ -59,7 +59,7 @@ class Place:
 
 
 class Candidate(NamedTuple):
-    """A place (None if it cannot be normalized), the report entry if skipped, and whether it is chosen by default."""
+    """A place (None if it cannot be normalized), its report entry if skipped, and whether it is chosen by default."""
 
     place: Place | None
     site: Site
@@ -177,7 +177,7 @@ def activation_places(net: nn.Module, graphs: list[Graph]) -> Iterator[Candidate
 
 
 def _nonlinearities_fed_by(affine: TracedCall) -> Iterator[tuple[TracedCall, int | None]]:
-    """Yield the nonlinearities that an affine layer feeds, each with the dimension of the layer's features there.
+    """Yield the nonlinearities that an affine layer feeds, each with the input dimension that holds the features.
 
     The dimension is None if it is unknown, for example because the features were split over two dimensions.
     """

@@ -1,7 +1,8 @@
 """Checkpoints, written atomically and verified when read.
 
 A checkpoint is a folder ``step-000001234`` of three files: ``model.safetensors`` (parameters and buffers), ``state.pt``
-(optimizer, position, counters; loadable with ``weights_only=True``) and ``manifest.json`` (size and SHA-256 of both).
+(optimizer, position, counters; loadable with ``weights_only=True``) and ``manifest.json`` (size and SHA-256 of the
+other two files).
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def load(path: Path) -> Checkpoint:
     """Read one checkpoint and verify it against its manifest.
 
     Raises:
-        CheckpointError: if a file is missing, truncated, modified, or was not written by :func:`save`.
+        CheckpointError: if a file is missing, was truncated or modified, or was not written by :func:`save`.
 
     Beyond the paper: resuming a run.
     """
@@ -169,7 +170,7 @@ def _manifest(path: Path) -> tuple[int, dict[str, dict[str, Any]]]:
     step, known = manifest.get("step"), manifest.get("files")
     files = {name: known.get(name) if isinstance(known, dict) else None for name in ("model.safetensors", "state.pt")}
     if not isinstance(step, int) or step < 0 or not all(isinstance(file, dict) for file in files.values()):
-        raise CheckpointError(f"{path}: manifest.json lacks the step, or the size or SHA-256 of a file")
+        raise CheckpointError(f"{path}: manifest.json lacks the step, or the size and SHA-256 of a file")
     return step, files  # type: ignore[return-value]
 
 

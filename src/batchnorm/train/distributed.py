@@ -61,8 +61,8 @@ class Ranks:
     def average_statistics_(self, net: nn.Module) -> None:
         """Replace each running average by its mean over the ranks.
 
-        DistributedDataParallel would keep only rank 0's averages. Averaging takes one all-reduce. It takes none with a
-        single rank, or if all layers use ``Sync()`` or are ``nn.SyncBatchNorm``.
+        DistributedDataParallel would copy rank 0's averages to all ranks instead. One all-reduce averages all layers
+        together. Layers with ``Sync()``, ``nn.SyncBatchNorm`` or frozen statistics are skipped.
         """
         if self.world_size == 1:
             return
@@ -111,7 +111,7 @@ def ranks(device: str = "auto") -> Iterator[Ranks]:
         device: "cpu", "cuda", or "auto" for a GPU if there is one. Each rank on a machine takes its own GPU.
 
     Raises:
-        ValueError: if the device is "cuda" and this machine has no GPU, or if it has fewer GPUs than ranks.
+        ValueError: if the device is "cuda" and this machine has no GPU, or if it has too few GPUs for its ranks.
 
     >>> with ranks("cpu") as alone: print(alone.rank, alone.world_size)
     0 1
@@ -120,7 +120,8 @@ def ranks(device: str = "auto") -> Iterator[Ranks]:
     world_size, local = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
     if cuda and local >= torch.cuda.device_count():
         raise ValueError(
-            f"local rank {local} needs its own GPU, but there are only {torch.cuda.device_count()}: start fewer ranks"
+            f"local rank {local} needs its own GPU, but this machine has only {torch.cuda.device_count()}: start fewer"
+            " ranks"
         )
     place = torch.device("cuda", local) if cuda else CPU
     if cuda:

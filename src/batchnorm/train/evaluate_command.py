@@ -1,4 +1,4 @@
-"""``batchnorm evaluate``: score finished runs, alone and averaged, on one or many crops."""
+"""``batchnorm evaluate``: score finished runs, and the mean of their predictions, on one or many crops."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def evaluate(
         batch_size: crops per forward pass.
         workers: processes per rank that decode images.
         out: JSON file for the result.
-        trust: allow calling the functions named in the runs' recipe.json, for networks of your own.
+        trust: allow calling the functions named in the runs' recipe.json; networks of your own need this.
 
     Raises:
         FileNotFoundError: if a run or the data is not found.

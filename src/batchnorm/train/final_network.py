@@ -45,7 +45,7 @@ def population_network(
 def folded_network(net: nn.Module, size: int) -> nn.Module:
     """Fold the network's batch normalization into its weights and return the result on the same device.
 
-    The network is folded, and checked against the original, on the CPU: a GPU's reduced precision could hide a mistake.
+    The network is folded and checked on the CPU, because a GPU's reduced precision could hide a mistake.
 
     Args:
         net: a network with population statistics.

@@ -31,18 +31,19 @@ def fold(
     fixed_batch: bool = False,
     trust: bool = False,
 ) -> None:
-    """Fold a network's batch normalization into its weights and write the folded network as ONNX or torch.export.
+    """Fold a network's batch normalization into its weights and write the result as an ONNX or torch.export file.
 
-    The file is checked against the network. For a run, it also holds the class names and the preprocessing as JSON:
-    classes, size, mean, std and crop. To preprocess an image, first cut out its center square, then resize the square
-    to size x size with Pillow's BILINEAR filter. The square's side is max(round(crop * short), min(short, size)), where
-    short is the image's short side. The square's left edge is at (width - side) // 2, and its top edge is at
-    (height - side) // 2. The network's input has the shape (n, 3, size, size) and holds the RGB values
-    (x / 255 - mean) / std. The network's output is the class scores before softmax.
+    The file's outputs are compared with the network's. For a run, the file also holds the class names and the
+    preprocessing as JSON: classes, size, mean, std and crop. To preprocess an image, first cut out its centre square,
+    then resize the square to size x size with Pillow's BILINEAR filter. The square's side is
+    max(round(crop * short), min(short, size)), where short is the image's short side. The square's left edge is at
+    (width - side) // 2, and its top edge is at (height - side) // 2. The network's input has the shape
+    (n, 3, size, size) and holds (x / 255 - mean) / std for each RGB value x. The network's output is the class scores
+    before softmax.
 
     Args:
-        network: the folder of a finished run, or the function that builds the network, MODULE:FUNCTION or
-            FILE.py:FUNCTION; the module may be in the current folder. The function takes no arguments and returns the
+        network: the folder of a finished run; or a function that builds the network, written MODULE:FUNCTION or
+            FILE.py:FUNCTION. The module may be in the current folder. The function takes no arguments and returns the
             network, or the network and an example batch.
         output: the file to write, NAME.onnx or NAME.pt2.
         weights: a file with a state dict to load, .safetensors or .pt (read with weights_only); not for a run, which
@@ -50,7 +51,7 @@ def fold(
         input: the shape of an example batch, such as 1 3 224 224; not needed for a run, or if the function returns a
             batch.
         fixed_batch: write a network for the example's batch size only.
-        trust: allow calling the function named in the run's recipe.json, for a network of your own.
+        trust: allow calling the function named in the run's recipe.json; a network of your own needs this.
     """
     if output.suffix == ".onnx":
         check_installed("onnx", "onnxscript", "onnxruntime")

@@ -28,7 +28,7 @@ class Trained(NamedTuple):
     copy: Tensor | None
 
     def fits(self) -> bool:
-        """Return whether the kernel can update the weight; tensors need the same dense layout and matching dtypes."""
+        """Return whether the kernel can update the weight, which depends on the tensors' layouts and dtypes."""
         kind = torch.float32 if self.copy is None else torch.bfloat16
         others = [self.gradient] if self.copy is None else [self.gradient, self.copy]
         same = all(t.dtype == kind and same_layout(t, self.weight) for t in others)
@@ -39,7 +39,7 @@ class FusedUpdate:
     """Take steps of SGD with momentum: v <- momentum v + g + decay w, then w <- w - rate v.
 
     The momentum buffers are stored in the optimizer's state, as ``torch.optim.SGD`` stores them. After capturing a step
-    as a CUDA graph, synchronize before you replay the graph, and keep this object for as long as you replay it.
+    as a CUDA graph, synchronize before you replay the graph, and keep this object until the last replay.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:

@@ -25,7 +25,7 @@ def locked(folder: Path) -> Iterator[None]:
     file system may not lock reliably.
 
     Args:
-        folder: the run's folder. If it is missing, it is created, and removed again if it is still empty at the end.
+        folder: the run's folder. A missing folder is created, and removed at the end if it is still empty.
 
     Raises:
         ValueError: if another process has locked the folder.

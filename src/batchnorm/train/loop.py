@@ -75,7 +75,7 @@ class _Training:
         self.batches = self._open(splits[0], recipe.batch_size, train=True)
         self.validation = self._open(splits[1], options.evaluate_batch, train=False)
         if self.validation.classes != self.batches.classes:
-            counts = f"train has {len(self.batches.classes)}, val {len(self.validation.classes)}"
+            counts = f"train has {len(self.batches.classes)}, val has {len(self.validation.classes)}"
             raise ValueError(f"{options.data}: train and val must have the same classes ({counts})")
         cuda = here.device.type == "cuda"
         self.bf16 = cuda if options.precision == "auto" else options.precision == "bf16"
@@ -216,7 +216,7 @@ class _Training:
         return math.isfinite(loss)
 
     def _monitor_if_due(self) -> None:
-        """Record percentiles on the first validation batch, without affecting training."""
+        """Record the percentiles of nonlinearities' inputs for the first validation batch; training is not affected."""
         if self.options.monitor_every == 0 or self.step % self.options.monitor_every:
             return
         if self.monitor is None:

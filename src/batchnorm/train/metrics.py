@@ -81,7 +81,7 @@ class Logger:
 
     Args:
         folder: the run's folder.
-        positions: the lengths in bytes at which metrics.jsonl and monitor.jsonl are continued.
+        positions: the lengths in bytes to which metrics.jsonl and monitor.jsonl are truncated before records are added.
         total: number of steps of the whole run.
         tensorboard: also write scalars for TensorBoard.
     """
@@ -124,7 +124,7 @@ class Logger:
         return self.metrics.position(), self.monitor.position()
 
     def close(self) -> None:
-        """Close all files, even if one of them fails."""
+        """Close all files, even if closing one of them fails."""
         self._open.close()
 
 
@@ -139,7 +139,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def curve(records: Iterable[dict[str, Any]]) -> list[tuple[int, float]]:
-    """Return the points (step, top-1 validation accuracy) of Figure 2, in order.
+    """Return a run's curve in Figure 2: its points (step, top-1 validation accuracy), in order.
 
     >>> curve([{"step": 5, "loss": 1.0}, {"step": 10, "val_top1": 0.5}])
     [(10, 0.5)]

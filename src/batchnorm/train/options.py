@@ -28,14 +28,14 @@ class Options:
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """auto is bf16 on a GPU and fp32 on the CPU"""
     compile: Literal["network", "nothing"] | None = None
-    """what torch.compile compiles; the default is nothing, except for the paper's network on several GPUs, which is
-    compiled because its step is not captured as a CUDA graph"""
+    """what torch.compile compiles; the default is network for the paper's network on several GPUs, and nothing
+    otherwise"""
     graph: bool | None = None
     """capture the step as a CUDA graph; by default, only for the paper's network on a single GPU"""
     workers: int = WORKERS
     """processes per rank that decode images; 0 decodes in the training process"""
     cache: Literal["none", "device"] = "none"
-    """device keeps the decoded images in device memory; it is an error if they do not fit"""
+    """device: keep the decoded images in device memory, and stop with an error if they do not fit"""
     decoded: Path | None = None
     """with --cache device, a folder that stores the decoded images for the next run on the same data"""
     log_every: int = 100

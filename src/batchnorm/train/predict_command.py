@@ -41,7 +41,7 @@ def predict(
         csv: file for the probabilities of all classes, one row per image.
         device: cpu, cuda, or auto.
         batch_size: images per forward pass.
-        trust: allow calling the function named in the run's recipe.json, for a network of your own.
+        trust: allow calling the function named in the run's recipe.json; a network of your own needs this.
 
     Raises:
         FileNotFoundError: if the run or an image is not found.
@@ -59,7 +59,7 @@ def predict(
     files = [file for image in images for file in _files(image)]
     trained = load(run, device=where, trust=trust)
     readable, probabilities, unreadable = _predict(trained, files, batch_size)
-    # A stable sort puts the class with the lower index first if two classes are equally probable, as validation does.
+    # As in validation, the class with the lower index comes first if two classes are equally probable.
     values, order = probabilities.sort(dim=1, descending=True, stable=True)
     for file, row, classes in zip(readable, values.tolist(), order.tolist(), strict=True):
         best = zip(row[:top], classes[:top], strict=True)

@@ -80,7 +80,7 @@ class Recipe:
     averaging: float = 0.1  # not in the paper
     """weight of each new batch in the running averages"""
     statistics: Literal["batch", "sync"] = "batch"  # not in the paper
-    """batch: each rank normalizes by its own part of the batch; sync: by the whole batch"""
+    """batch: each rank normalizes by its own part of the batch; sync: all ranks normalize by the whole batch"""
 
     rate: float = 0.0015
     """initial learning rate"""

@@ -23,12 +23,12 @@ def claim_folder(
 ) -> None:
     """Write the recipe and a description of the data to a run's folder, or check that they match those already there.
 
-    ``epochs`` may differ, so that a finished run can be trained for longer. ``planned_steps`` is the number of steps in
-    the new epochs; a run that has already taken more steps is rejected.
+    ``epochs`` may differ, so that a finished run can be trained for longer. ``planned_steps`` is the recipe's total
+    number of steps; a run that has already taken more steps is rejected.
 
     Raises:
-        ValueError: if the folder belongs to a run with another recipe or other data, or to one that has already taken
-            more steps than planned; the message names what differs.
+        ValueError: if the run in the folder has another recipe or other data, or has already taken more steps than
+            planned; the message names what differs.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp()); claim_folder(folder, Recipe()); claim_folder(folder, Recipe(epochs=3))
@@ -48,8 +48,8 @@ def claim_folder(
     taken = checkpoint.newest_step(out / "checkpoints")
     if planned_steps is not None and taken > planned_steps:
         raise ValueError(
-            f"{out} has already trained for {taken:,} steps, but {recipe.epochs:g} epochs are only {planned_steps:,}:"
-            " give more --epochs, or choose another --out"
+            f"{out} has already trained for {taken:,} steps, but --epochs {recipe.epochs:g} gives only"
+            f" {planned_steps:,}: increase --epochs, or choose another --out"
         )
     known = out / "data.json"
     if data is not None and known.exists():
@@ -111,7 +111,7 @@ def resume_(folder: Path, net: nn.Module, optimizer: torch.optim.Optimizer, here
         for group, own in zip(optimizer.param_groups, mine, strict=True):
             group.update(own)  # keep the rate's tensor, which a captured graph reads; each step sets its value
         for parameter, values in optimizer.state.items():
-            # Copy the buffers into the weights' layout, which fused kernels need; it is channels last only on GPUs.
+            # Fused kernels need the buffers in the weights' layout, which is channels last on GPUs only.
             values.update({key: torch.empty_like(parameter).copy_(value) for key, value in values.items()})
         evaluated = int(state["evaluated"])
         metrics, monitor = map(int, state["positions"])
@@ -126,8 +126,8 @@ def resume_(folder: Path, net: nn.Module, optimizer: torch.optim.Optimizer, here
         print(f"resuming from step {found.step:,}{note}", flush=True)
     elif here.main and (folder / "result.json").exists():
         print(
-            "this run is finished, so only its final network is evaluated again: to train longer, increase"
-            f" --epochs (or --max-steps); to start over, choose another --out or remove {folder}",
+            "this run is finished, so only its final network is evaluated again. To train longer, increase --epochs"
+            f" (or --max-steps); to start over, choose another --out or remove {folder}",
             flush=True,
         )
     mine = sums[here.rank] if same else sums.sum(0) / here.world_size

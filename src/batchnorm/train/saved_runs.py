@@ -77,8 +77,8 @@ class SavedRun(NamedTuple):
             check_classes(self.folder, trained, classes)
         if self.recipe.needs_trust and not self.trust:
             raise ValueError(
-                f"loading {self.folder} calls {self.recipe.factory}, the function in its recipe.json, which could do"
-                " anything: if you trust it, add --trust (in Python, trust=True)"
+                f"loading {self.folder} calls {self.recipe.factory}, the function named in its recipe.json, which could"
+                " run any code: if you trust it, add --trust (in Python, trust=True)"
             )
         net = self.recipe.network(len(trained))
         _load_weights(net, saved.model, self.folder, len(trained), self.recipe.factory)
@@ -119,7 +119,7 @@ def open_run(folder: Path, *, trust: bool = False) -> SavedRun:
 
     Args:
         folder: the run's folder.
-        trust: allow calling the function that the run's recipe names, for a network of your own.
+        trust: allow calling the function that the run's recipe names; a network of your own needs this.
 
     Raises:
         FileNotFoundError: if the folder is not the folder of a run.

@@ -172,7 +172,7 @@ class TrainStep:
         compile: what torch.compile compiles: the whole "network", or "nothing".
         cast_once: with ``bf16`` and in one process, keep bfloat16 copies of convolution and linear weights, and update
             all copies together after each step, instead of casting each weight when it is used. The results are the
-            same, with hundreds fewer launches.
+            same, with fewer kernel launches.
         graph: capture the whole step as a CUDA graph. If the network is not compiled, its branches then run in
             parallel, and with ``cast_once`` the gradients of its convolution kernels are computed on another stream.
         batch: the number of examples in this rank's part of a full batch. A smaller batch at the end of an epoch runs

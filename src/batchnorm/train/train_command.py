@@ -86,9 +86,9 @@ def train(
 ) -> None:
     """Train the paper's network, a variant of it, or your own network, on your own images.
 
-    For the paper's network, use batchnorm train --recipe bn-x30 --data images. For your own, write a function that
-    returns the network, def build(classes): ..., in mynet.py, and add --network mynet.py:build. --normalize insert adds
-    batch normalization to your network; --normalize remove removes it.
+    For the paper's network, use batchnorm train --recipe bn-x30 --data images. For your own network, write a function
+    build(classes) in mynet.py that returns the network, and add --network mynet.py:build. --normalize insert adds batch
+    normalization to your network; --normalize remove removes it.
 
     After an interruption, run the same command again to resume from the last checkpoint. Under torchrun
     (torchrun --nproc-per-node 8 -m batchnorm train ...) each batch is divided among the GPUs. The exit status is 0 if

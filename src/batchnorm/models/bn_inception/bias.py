@@ -45,7 +45,7 @@ class _BiasAct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         y, bias = ctx.saved_tensors
-        if torch.is_grad_enabled():  # the gradient will be differentiated: use torch's operations
+        if torch.is_grad_enabled():  # create_graph=True: use torch's differentiable operations
             dz = dy * (y * (1 - y) if ctx.sigmoid else y > 0)
             return dz, dz.sum((0, 2, 3)).to(bias.dtype), None
         from .triton.bias import backward

@@ -3,8 +3,8 @@
 Some consecutive linear maps can be merged or swapped without changing the result. On a GPU, these modules rearrange
 their computation accordingly during training, to save time. Inception modules also do so in evaluation without
 gradients. In all other cases, the modules call their children one after the other, so that functions such as ``fold``
-see the paper's network. Set ``rearrange`` to True or False to override this choice. The parameters are the same in both
-cases.
+see the paper's network. Set ``rearrange`` to True or False to override this choice. Rearranging does not change the
+parameters.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ def scaled(filters: int, width: float) -> int:
 
 
 class Unit(nn.Sequential):
-    """Apply a convolution, then batch normalization fused with the nonlinearity, or the nonlinearity alone.
+    """Apply a convolution, and then either batch normalization fused with the nonlinearity or the nonlinearity alone.
 
-    In a rearranged unit on a GPU, one kernel adds the convolution's bias and applies the nonlinearity. If a max pool
-    follows the unit in a :class:`~batchnorm.models.bn_inception.network.Network`, the normalization and the pool are
-    computed together.
+    On a GPU, a rearranged unit without batch normalization adds the bias and applies the nonlinearity in one kernel.
+    If a max pool follows a rearranged unit with batch normalization in a
+    :class:`~batchnorm.models.bn_inception.network.Network`, the normalization and the pool are computed together.
 
     Paper: Sec. 3.2, z = g(BN(Wu)); z = g(Wu + b)
     """
@@ -118,7 +118,7 @@ class Unit(nn.Sequential):
         return product
 
     def pools(self, pool: nn.Module, x: Tensor | torch.fx.Proxy) -> bool:
-        """Return whether :meth:`pooled` may replace the unit followed by ``pool``; False if either has hooks."""
+        """Return whether :meth:`pooled` may replace calls of the unit and then ``pool``; False if either has hooks."""
         if torch.compiler.is_compiling() or type(pool) is not MaxPool2d:
             return False
         if len(self) != 2 or not isinstance(self[1], BatchNorm2d):
@@ -133,7 +133,7 @@ class Unit(nn.Sequential):
         return cast(Tensor, pool(bn(product)))
 
     def joins(self) -> bool:
-        """Return whether the convolution can be merged with others: nn.Conv2d without groups, stride or hooks."""
+        """Return whether the convolution can be merged with others: nn.Conv2d of stride 1 without groups or hooks."""
         conv = self[0]
         plain = type(conv) is nn.Conv2d and conv.groups == 1 and conv.stride == (1, 1)
         return plain and is_quiet(self) and is_quiet(conv)
@@ -148,7 +148,7 @@ class Unit(nn.Sequential):
 
 
 def _is_dense(conv: nn.Module) -> bool:
-    """Return whether a module is an ``nn.Conv2d`` with zero padding, and without bias, groups, dilation or hooks."""
+    """Return whether a module is an ``nn.Conv2d`` that pads with zeros and has no bias, groups, dilation or hooks."""
     if type(conv) is not nn.Conv2d or conv.bias is not None or not is_quiet(conv) or is_watched():
         return False
     return (
@@ -170,7 +170,7 @@ class SeparableConv2d(nn.Sequential):
     W[o, i] = sum_m P[o, i, m] D[i, m] has the same result. A rearranged module computes this dense convolution, which
     needs more multiply-adds, but runs as one matrix product and stores no depthwise activations for the backward pass.
     If ``by_blocks`` is set and the stride is 2, the dense convolution reads the image as blocks of 2x2 pixels with four
-    times the channels. The result is the same, but more channels suit tensor cores better than the three of an image.
+    times the channels. The result is the same, but tensor cores are faster with more than an image's three channels.
 
     >>> conv = SeparableConv2d(3, 64, 7, stride=2, multiplier=8)
     >>> x, conv.rearrange = torch.randn(1, 3, 16, 16), True
@@ -194,7 +194,7 @@ class SeparableConv2d(nn.Sequential):
         self.by_blocks = True
 
     def composed_weight(self) -> Tensor:
-        """Return the dense kernel W, which is differentiable and has the parameters' dtype, also under autocast."""
+        """Return the dense kernel W, which is differentiable and has the parameters' dtype, even under autocast."""
         inputs = self.depthwise.groups
         p = self.pointwise.weight.unflatten(1, (inputs, -1))
         d = self.depthwise.weight.squeeze(1).unflatten(0, (inputs, -1))
@@ -231,11 +231,12 @@ class SeparableConv2d(nn.Sequential):
 class InceptionModule(nn.Module):
     """Apply a 1x1, a 3x3, a double 3x3 and a pooling branch to the same input, and concatenate their outputs.
 
-    A rearranged module computes the 1x1 convolutions of its input as one, with concatenated weights. It averages after
-    the projection, which has fewer channels, instead of before: avg(Wx) = W avg(x). On a GPU, it also normalizes
-    several branches in one launch, and every branch writes directly to its channels of the output. In evaluation on a
-    GPU without gradients, the module does all of this if the kernels support every branch, and none of it otherwise.
-    With ``side_by_side``, a rearranged module runs convolutions of two branches at the same time, on two CUDA streams.
+    A rearranged module computes the 1x1 convolutions of its input as one convolution with concatenated weights. It
+    averages after the projection instead of before it, because the projection has fewer output channels:
+    avg(Wx) = W avg(x). If the kernels support every branch, the branches also write directly to their channels of the
+    output, and in training one launch normalizes several branches. In evaluation on a GPU without gradients, the module
+    is rearranged only if the kernels support every branch. With ``side_by_side``, a rearranged module runs convolutions
+    of two branches at the same time, on two CUDA streams.
 
     Args:
         inputs: input channels.
@@ -348,7 +349,7 @@ class InceptionModule(nn.Module):
         return several and not autocast and all(map(is_quiet, (*used, *layers))) and can_join(layers, x)
 
     def _ends(self) -> tuple[Unit, Unit]:
-        """Return the last unit of the 3x3 branch and that of the double 3x3 branch."""
+        """Return the last units of the 3x3 branch and of the double 3x3 branch."""
         return cast(Unit, self.three[1]), cast(Unit, self.double33[2])
 
     def _fused(self, x: Tensor, units: dict[str, Unit]) -> Tensor:
@@ -395,7 +396,7 @@ class InceptionModule(nn.Module):
 
 
 def both(first: Callable[[], _A], second: Callable[[], _B]) -> tuple[_A, _B]:
-    """Call two functions on two CUDA streams, so that their kernels may run at the same time, forward and backward.
+    """Call two functions on two CUDA streams, so that their kernels can overlap in the forward and the backward pass.
 
     A tensor that one stream allocates and the other reads is freed only after the streams have synchronized.
     """

@@ -52,8 +52,8 @@ class ChannelTiles:
 class ColumnTiles:
     """Divide the windows of a max pool among programs.
 
-    Each program processes several rows of P columns and V channels, from top to bottom. The columns of all images are
-    numbered consecutively.
+    Each program processes several rows from top to bottom, with P columns and V channels in each row. The columns of
+    all images are numbered consecutively.
     """
 
     THREADS = 128

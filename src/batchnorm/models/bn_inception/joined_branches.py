@@ -78,7 +78,8 @@ def normalize_together(parts: Sequence[Part], *sources: Tensor) -> tuple[Tensor,
     In evaluation, normalize by the running averages, with one launch per part. :func:`can_join` says which layers and
     tensors are supported.
     """
-    sources = tuple(s.contiguous(memory_format=torch.channels_last) for s in sources)  # does not copy cuDNN's outputs
+    # cuDNN's outputs are already channels last, so they are not copied.
+    sources = tuple(s.contiguous(memory_format=torch.channels_last) for s in sources)
     if not parts[0].bn.uses_batch_statistics:
         return tuple(_inferred(part, sources[part.source]) for part in parts)
     parameters = [p for part in parts for p in (part.bn.weight, part.bn.bias)]
@@ -101,8 +102,8 @@ def _check_shapes(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
     for x, y in zip(xs, ys, strict=True):
         if x.shape != y.shape:
             raise ValueError(
-                f"cannot concatenate the branches: one has shape {tuple(x.shape)}, but its part of the output has shape"
-                f" {tuple(y.shape)}"
+                f"cannot concatenate the branches: a branch has shape {tuple(x.shape)}, but its part of the output has"
+                f" shape {tuple(y.shape)}"
             )
 
 
@@ -295,7 +296,7 @@ def joined_view(kernels: Sequence[Tensor]) -> Tensor:
 
 
 def as_neighbours(kernels: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Return copies of 1x1 convolution kernels that lie one after the other in memory."""
+    """Copy 1x1 convolution kernels so that the copies lie one after the other in memory."""
     whole = torch.empty(sum(k.numel() for k in kernels), dtype=dtype, device=kernels[0].device)
     pieces = whole.split([k.numel() for k in kernels])
     shaped = [p.as_strided(k.shape, k.stride(), p.storage_offset()) for p, k in zip(pieces, kernels, strict=True)]

@@ -66,7 +66,7 @@ def inception(
         size: height and width of the images, 32 or more.
         norm: "batch" normalizes before every nonlinearity; None uses biases instead.
         activation: the nonlinearity.
-        stem: kind of the first, 7x7 convolution: "separable", with depth multiplier 8, or "plain".
+        stem: kind of the first convolution (7x7): "separable", with depth multiplier 8, or "plain".
         projection: filters of the pool projection in 4c and 4d. The table prints 128, but its output column
             agrees only with 96, the default.
         local_response: apply local response normalization after the first pool and before the second, as GoogLeNet

@@ -35,8 +35,8 @@ def pixel_blocks(x: Tensor, before: int, taps: int) -> Tensor:
 
     Each row and each column gets ``before`` blocks in front and ``taps - 1 - before`` blocks behind. The result has the
     shape (N, channels, rows, columns) and is channels last. Its number of channels, four times that of the images, is
-    rounded up to a multiple of 8 for tensor cores. If a kernel writes the blocks under autocast, they have
-    autocast's dtype.
+    rounded up to a multiple of 8 for tensor cores. Under autocast, blocks that a Triton kernel writes have autocast's
+    dtype.
 
     >>> pixel_blocks(torch.arange(16.0).view(1, 1, 4, 4), 0, 1)[0, :4, 0, 0]
     tensor([0., 1., 4., 5.])
@@ -76,8 +76,9 @@ def write_blocks(x: Tensor, blocks: Tensor, before: int) -> None:
 def convolve_by_blocks(x: Tensor, kernel: Tensor, bias: Tensor | None = None) -> Tensor:
     """Convolve at stride 2, with an odd kernel size K and padding K // 2, as a stride-1 convolution of 2x2 blocks.
 
-    In half precision on a GPU, this is a matrix product with the windows of the output pixels as rows. A row of a
-    window is contiguous in memory, so it can be loaded at once. cuDNN loads each block separately, which takes longer.
+    In half precision on a GPU, a kernel multiplies a matrix of windows, one for each output pixel, by the weights. A
+    window's row of blocks is contiguous in memory, so it can be loaded at once. cuDNN loads each block separately,
+    which takes longer.
     """
     inputs, size = kernel.shape[1], kernel.shape[-1]
     # Add a zero tap at the kernel's start or end, so that its size is even and its first tap meets a block's first
@@ -124,7 +125,7 @@ class _Convolution(torch.autograd.Function):
 
 
 def _differentiable_gradient(blocks: Tensor, dy: Tensor, kernel: Tensor) -> Tensor:
-    """Return the kernel's gradient by operations of torch; the inverse of the padding in :func:`convolve_by_blocks`."""
+    """Return the kernel's gradient, computed by torch, without the padding that :func:`convolve_by_blocks` adds."""
     outputs, inputs, size, _ = kernel.shape
     taps, front = (size + 1) // 2, size // 2 % 2
     found: Tensor = conv2d_weight(blocks, (outputs, blocks.shape[1], taps, taps), dy)[:, : 4 * inputs]
@@ -148,7 +149,7 @@ def multiply(blocks: Tensor, kernel: Tensor, y: Tensor) -> None:
 
 
 def kernel_gradient(blocks: Tensor, dy: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return the gradient, in float32, of a kernel of this shape; ``dy`` is that of the output of :func:`multiply`."""
+    """Return the float32 gradient of a kernel of this shape; ``dy`` is the gradient of :func:`multiply`'s output."""
     from .triton import pixel_blocks
 
     programs = _programs(BACKWARD, dy)
@@ -159,7 +160,7 @@ def kernel_gradient(blocks: Tensor, dy: Tensor, shape: tuple[int, ...]) -> Tenso
 
 def _programs(tiling: Tiling, y: Tensor) -> int:
     tiles = up(y.numel() // y.shape[-1], tiling.pixels)
-    if not y.is_cuda:  # interpreted
+    if not y.is_cuda:  # Triton's interpreter
         return min(tiles, tiling.programs)
     return min(tiles, tiling.programs * torch.cuda.get_device_properties(y.device).multi_processor_count)
 

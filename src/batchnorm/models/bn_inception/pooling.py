@@ -1,7 +1,7 @@
 """Pooling of 3x3 windows: torch's modules, with this library's kernels for channels-last CUDA tensors.
 
-Torch's kernels take several times as long as their memory traffic needs. For the backward pass of max pooling, torch
-saves an index of eight bytes per maximum; these kernels save four bits.
+Torch's kernels take several times as long as it takes to read and write their data. For the backward pass of max
+pooling, torch saves an index of eight bytes per maximum; these kernels save four bits.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ class MaxPool2d(nn.MaxPool2d):
 
     @property
     def has_kernel(self) -> bool:
-        """Whether a kernel supports the module's options: the stride is 1 or 2, and all others are as constructed."""
+        """Whether a kernel supports the options: the stride must be 1 or 2, and all others as ``__init__`` set them."""
         options = (self.kernel_size, self.padding, self.dilation, self.return_indices, self.ceil_mode)
         return options == (3, 1, 1, False, False) and self.stride in (1, 2)
 
 
 class AvgPool2d(nn.AvgPool2d):
-    """Average 3x3 windows at stride 1 over their pixels inside the image.
+    """Average 3x3 windows at stride 1, counting only the pixels inside the image.
 
     >>> AvgPool2d()(torch.ones(1, 1, 2, 2))  # constants do not change, even at the border
     tensor([[[[1., 1.],
@@ -66,7 +66,7 @@ class AvgPool2d(nn.AvgPool2d):
 
     @property
     def has_kernel(self) -> bool:
-        """Whether a kernel supports the module's options: all of them are as constructed."""
+        """Whether a kernel supports the options: all of them must be as ``__init__`` set them."""
         options = (self.kernel_size, self.stride, self.padding, self.ceil_mode, self.count_include_pad)
         return options == (3, 1, 1, False, False) and self.divisor_override is None
 
@@ -144,7 +144,7 @@ def _fake_max_pool(x: Tensor, stride: int) -> tuple[Tensor, Tensor]:
 def max_pool_gradient(
     dy: Tensor, where: Tensor, stride: int, height: int, width: int, plus: Tensor | None = None
 ) -> Tensor:
-    """Return the gradient of max pooling's input, plus ``plus`` if given; it cannot be differentiated again."""
+    """Return the gradient of max pooling's input, plus ``plus`` if given; the result cannot be differentiated again."""
     dy, row = readable(dy)
     # Saved-tensor hooks such as save_on_cpu may change the layout.
     where = where.contiguous(memory_format=torch.channels_last)

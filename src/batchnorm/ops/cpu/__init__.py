@@ -1,9 +1,10 @@
 """The CPU path: a compiled kernel, torch's kernels if they are fast, and several torch operations for the rest.
 
 A forward pass has to read x twice and write y, so memory bandwidth limits its speed. Torch is slower than this limit
-for three reasons. Its statistics of contiguous images use a scalar loop, and its channels_last loops are vectorized
-over the channels only, which is slow with few channels. A separate ReLU allocates memory in both passes. On small
-batches, calling operators from Python takes most of the time. So there are three implementations:
+for three reasons. First, its statistics of contiguous images use a scalar loop, and its channels_last loops are
+vectorized over the channels only, which is slow with few channels. Second, a separate ReLU allocates memory in both
+passes. Third, on small batches, calling operators from Python takes most of the time. So there are three
+implementations:
 
 autograd.py       layers in training: one call of kernel.c for dense float32, if compiler.py finds a C compiler; one
                   call of torch's kernel for half precision, and for batches on which that kernel is as fast.
@@ -101,7 +102,7 @@ def _again(eps: float, activation: Activation) -> Callable[..., Tensor]:
 
 
 def normalize(call: Call, mean: Tensor, var: Tensor) -> Tensor:
-    """Normalize a non-empty CPU tensor by given statistics, with torch's kernel and the activation in place."""
+    """Normalize a non-empty CPU tensor by given statistics, with torch's kernel if possible."""
     x, gamma, beta, eps, activation, residual, *_ = call
     dtype = statistics_dtype(x)
     mean, var = mean.to(dtype), var.to(dtype)

@@ -8,8 +8,8 @@ averages. If the statistics that it returns show that its output is inaccurate, 
 uses another path.
 
 On a small batch, the Python code around a kernel takes longer than the kernel, because the backward pass has evicted
-that code from the cache. So checks are not repeated for batches of the same shape, strides and dtype, and no moments
-are returned: creating tensors for them would double the overhead.
+that code from the CPU's cache. So checks are not repeated for batches of the same shape, strides and dtype, and no
+moments are returned: creating tensors for them would double the overhead.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ _f32 = torch.float32
 PARALLEL = 1 << 14
 LARGE = 1 << 18  # from this many values on, torch's kernel may be faster than kernel.c: see train_
 LIMIT = torch_kernels.CONDITION**2  # largest squared norm of mean / std for which torch's kernel is accurate
-ROWS_KEPT = 5  # numbers per channel for the backward pass: kernel.c's LINES
+ROWS_KEPT = 5  # numbers per channel that the backward pass needs: LINES in kernel.c
 
 _Addresses = tuple[int | None, int | None, int | None]  # addresses of the running mean, variance and count
 _NOWHERE = None, None, None
 
 
 class Shape(ctypes.Structure):
-    """Describe a call to the kernel: planes (n, channels, length), or rows (n, channels) if the length is 0."""
+    """The struct Shape of kernel.c: planes (n, channels, length), or rows (n, channels) if the length is 0."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("n", "channels", "length", "activation")),
@@ -64,8 +64,8 @@ class KernelForm(NamedTuple):
     address: int  # the address of `shape`
     parallel: bool  # whether to use more than one thread
     activation: Activation
-    # Whether the activation's derivative g' takes more than two values. If so, the forward pass saves any residual, and
-    # the backward pass stores dz.
+    # Whether the activation's derivative g' takes more than two values. If so, the forward pass saves the residual (if
+    # there is one), and the backward pass stores dz.
     is_smooth: bool
     size: torch.Size
     stride: tuple[int, ...]
@@ -73,7 +73,7 @@ class KernelForm(NamedTuple):
 
 
 def form_of(x: Tensor, activation: Activation) -> KernelForm | None:
-    """Return the kernel form for ``x`` (N, C, ...), or None if kernel.c does not support it."""
+    """Return the kernel form for ``x`` (N, C, ...), or None if kernel.c cannot run on it."""
     if x.dtype is not _f32 or x.dim() < 2:
         return None
     channels = x.shape[1]
@@ -125,7 +125,7 @@ def train_(call: Call) -> Tensor | None:
         form = form_of(x, activation) if dense else None
         if residual is None and torch_kernels.is_fast(x):
             # Without an activation, and with adjacent channels, kernel.c moves as many bytes as torch's kernel. But the
-            # Python code around kernel.c takes longer, because a large batch evicts it from the cache.
+            # Python code around kernel.c takes longer, because a large batch evicts that code from the CPU's cache.
             alone = activation.name == "identity"
             if form is not None and alone and form.shape.length == 0 and x.numel() >= LARGE:
                 form = None
@@ -200,7 +200,7 @@ def _again_by_kernel(eps: float, form: KernelForm) -> Callable[..., Tensor]:
 
 def _again(eps: float, activate: Callable[[Tensor], Tensor] | None) -> Callable[..., Tensor]:
     def again(x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Tensor:
-        # Without float32 averages the kernel would round the statistics to half precision.
+        # Without float32 averages, the kernel would round the statistics to half precision.
         mean, var = torch.zeros(2, x.shape[1], dtype=_f32).unbind()
         y, _, _ = torch.native_batch_norm(flatten(x, x), gamma, beta, mean, var, True, 0.0, eps)
         return unflatten(y if activate is None else activate(y), x)
@@ -209,7 +209,7 @@ def _again(eps: float, activate: Callable[[Tensor], Tensor] | None) -> Callable[
 
 
 class _Memory(NamedTuple):
-    """Cache the checks of a layer's last call, and views of its running averages.
+    """Hold the results of the checks in a layer's last call, and views of its running averages.
 
     The views keep the averages' memory alive, so no other tensor can have the same address.
     """

@@ -36,13 +36,13 @@ class Kernels(NamedTuple):
 
 
 def kernels() -> Kernels | None:
-    """Return the compiled kernels, or None if there are none; :func:`unavailable` returns the reason."""
+    """Return the compiled kernels, or None if they are not available; :func:`unavailable` returns the reason."""
     found = _load()
     return found if isinstance(found, Kernels) else None
 
 
 def unavailable() -> str | None:
-    """Return why there are no compiled kernels; None if there are."""
+    """Return why the compiled kernels are not available; None if they are."""
     found = _load()
     return found if isinstance(found, str) else None
 

@@ -1,14 +1,14 @@
 // Batch normalization of float32 tensors in training, y = g(BN(x) + residual), and its gradient. compiler.py compiles
-// this file and defines the codes of the activation g: IDENTITY, RELU, ...
+// this file and defines the codes of the activations g: IDENTITY, RELU, ...
 //
 // A tensor has the shape (n, channels, length), called planes, or (n, channels), called rows; for rows, `length` is 0.
 // Threads share the work in tasks. For planes, a task is a group of neighbouring channels, whose values stay in the
 // cache between passes. For rows, a task is a block of rows. Sums of blocks are merged in a fixed order, so results do
 // not depend on the number of threads.
 //
-// The statistics need two passes: the first computes a rough mean, the second the sums of d = x - rough and of d^2.
-// These sums lose no precision, however far the mean is from zero. BN(x) = (x - center) * scale + offset loses none
-// either: center is the mean rounded to float32, and the offset corrects this rounding error.
+// The statistics need two passes: the first computes a rough mean; the second computes the sums of d = x - rough and of
+// d^2. These sums lose no precision, however far the mean is from zero. BN(x) = (x - center) * scale + offset loses
+// none either: center is the mean rounded to float32, and the offset corrects this rounding error.
 
 #include <math.h>
 #include <stdint.h>
@@ -48,7 +48,7 @@ enum {
     RUN = 256,     // planes: a group has at least this many adjacent values, if there are enough channels
     WIDTH = 1024,  // maximum number of columns of a matrix, unless a tensor's rows have more channels
     NARROW = 64,   // rows: minimum number of columns
-    ADDED = 256,   // planes: about this many rows are summed in float32 before they are added to float64 sums
+    ADDED = 256,   // planes: float32 sums are added to float64 sums after about this many rows
     BLOCK = 65536, // rows: maximum number of values in a block, unless ROWS rows have more
     ROWS = 64,     // rows: minimum number of rows in a block
     TASKS = 16,    // rows: minimum number of blocks, if the tensor has enough rows
@@ -276,7 +276,8 @@ static void transform_to(const Call *c, Matrix m, const float *lines, i64 pitch)
 #undef CASE
 }
 
-// Stores dz if it depends on a residual, or if g' is too slow to compute twice. Else differentiate_to recomputes dz.
+// Stores dz if it depends on a residual, or if g' is too slow to compute twice. Otherwise, differentiate_to recomputes
+// dz.
 static void reduce_to(const Call *c, Matrix m, const float *lines, i64 pitch, float *first, float *second) {
 #define CASE(G)                                                          \
     case G:                                                              \
@@ -351,7 +352,7 @@ typedef struct {
 } Range;
 
 // Returns the tasks of the calling thread. They are consecutive, so that threads do not write to the same cache lines.
-// They are the same in every pass, because their values are still in the cache of the thread's core. OpenMP may start
+// They are the same in every pass, so that their values are still in the cache of the thread's core. OpenMP may start
 // fewer threads than requested.
 static Range share(const Call *c) {
     i64 thread = 0, team = 1;

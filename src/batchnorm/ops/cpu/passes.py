@@ -1,6 +1,6 @@
 """Batch normalization for tensors without a fast kernel: several passes over memory, as one differentiable function.
 
-All tensors have x's shape and strides. Per-channel vectors are float64 numpy arrays: a call needs about 30 operations
+All buffers have x's shape and strides. Per-channel vectors are float64 numpy arrays: a call needs about 30 operations
 on them, and numpy has less overhead per operation than torch.
 """
 
@@ -28,8 +28,8 @@ Vector = NDArray[np.float64]
 # If mean^2 / (var + eps) is above this limit, x is shifted. Below the limit, cancellation multiplies the rounding error
 # of the variance by at most about this number.
 CONDITION = 16.0
-# The maximum number of columns of a matrix: enough for full vectors and long loops, but few enough that a row of sums
-# stays in the L1 cache.
+# A row of a matrix may hold several positions, up to this many columns: enough for full vectors and long loops, but few
+# enough that a row of sums stays in the L1 cache.
 WIDTH = 1024
 # With fewer locations per plane than this, loops over the locations are too short to be fast.
 SHORT = 32
@@ -311,7 +311,7 @@ class Planes(_Dense):
     channels: int
 
     def view(self, x: Tensor) -> Tensor:
-        """Return (N, C, locations)."""
+        """Return a view of shape (N, C, locations)."""
         return x.view(x.shape[0], self.channels, -1)
 
     def spread(self, v: Vector, x: Tensor) -> Tensor:

@@ -19,21 +19,21 @@ from ..moments import Moments, statistics_dtype
 # all features, which is at least as large.
 CONDITION = 100.0
 
-# Torch's loop over (N, C, L) is not vectorized. Up to this many elements per busy thread, one call of this slow kernel
-# is still faster than several calls of fast ones.
+# Torch's loop over (N, C, L) is not vectorized. Up to this many elements per thread in use, one call of this slow
+# kernel is still faster than several calls of fast kernels.
 IMAGE_ELEMENTS = 200_000
 # With fewer than VECTOR channels in channels_last, torch's kernel is the fastest up to this many elements.
 FEW_ELEMENTS = 16_000
 # torch's kernels vectorize over adjacent channels if there are at least this many.
 VECTOR = 16
 # If the channels are adjacent, torch's kernels add rows one by one in float32. For values of the same sign, the
-# relative error of a sum over ROWS rows is about 1e-6, which is good enough for a mean. Over GRADIENT_ROWS rows, it is
-# about 1e-5, which is good enough for sums of gradients.
+# relative error of a sum over ROWS rows is about 1e-6, which is good enough for a mean. Over GRADIENT_ROWS rows, the
+# error is about 1e-5, which is good enough for sums of gradients.
 ROWS, GRADIENT_ROWS = 1 << 13, 1 << 18
 
-# Up to this many elements a second buffer costs less than autograd's overhead for an in-place operation.
+# Up to this many elements, a second buffer costs less than autograd's overhead for an in-place operation.
 SMALL = 1 << 14
-# From this many elements on, torch's ReLU in half precision, which widens one value at a time, takes longer than an
+# In half precision, torch's ReLU widens one value at a time. From this many elements on, it takes longer than an
 # autograd function in Python (HalfRelu).
 LARGE_HALF = 1 << 20
 
@@ -44,7 +44,7 @@ def is_fast(x: Tensor) -> bool:
     channels = shape[1]
     if elements <= channels:  # one value per channel: the kernel's unbiased variance is 0/0
         return False
-    # In half precision no other path is fast, and an error of about 1e-5 (GRADIENT_ROWS) is good enough.
+    # In half precision, no other path is fast, and an error of about 1e-5 (GRADIENT_ROWS) is good enough.
     half = x.dtype.itemsize == 2 and elements <= GRADIENT_ROWS * channels
     if x.is_contiguous():
         if elements > shape[0] * channels:
@@ -155,7 +155,7 @@ def _half_relu(z: Tensor) -> Tensor:
 class HalfRelu(torch.autograd.Function):
     """Apply ReLU in place to float16 or bfloat16 by comparing bit patterns, since torch would widen each value first.
 
-    Read as int16, the bit patterns of zero and of positive values are not negative. The patterns of negative values are
+    Read as int16, the bit patterns of +0 and of positive values are not negative. The patterns of negative values are
     at most the pattern of -inf. The patterns of NaNs with a sign bit are above the pattern of -inf.
     """
 

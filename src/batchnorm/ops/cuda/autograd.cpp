@@ -56,7 +56,7 @@ struct Launch {
   void* function;
   unsigned programs, threads, shared;
   bool cooperative;
-  std::string image;  // all arguments, concatenated; a launch overwrites those that change, which `writes` lists
+  std::string image;  // all arguments, concatenated; a launch overwrites the arguments listed in `writes`
   std::vector<int> offsets;  // where the arguments are in the image
   std::vector<Write> writes;
 
@@ -146,7 +146,7 @@ struct Gradient {
   const Tensor &dy, &x, &residual, &bits, &stats;
   int64_t code;
   double slope;
-  std::optional<at::ScalarType> residual_dtype;  // the dtype of the residual's gradient, if that is wanted
+  std::optional<at::ScalarType> residual_dtype;  // of the residual's gradient; nullopt if that is not wanted
 
   Key key() const {
     Key k;
@@ -182,7 +182,7 @@ static bool find_room(const Tensor& x, const Pass& pass, void*& stream, Room& ro
 static bool launch_all(const Pass& pass, const Value* values, void* stream) {
   for (size_t k = 0; k < pass.launches.size(); ++k)
     if (!pass.launches[k](values, stream)) {
-      TORCH_CHECK(k == 0, "a CUDA kernel failed to launch after an earlier kernel of the same pass had already run");
+      TORCH_CHECK(k == 0, "a CUDA kernel failed to launch after an earlier kernel of the same pass was launched");
       return false;
     }
   return true;
@@ -402,7 +402,7 @@ static bool has_autograd() {
   return !c10::impl::tls_local_dispatch_key_set().excluded_.has_any(c10::autograd_dispatch_keyset);
 }
 
-// Reads a plain tensor, a parameter or None; returns false for anything else, and if there is a forward-mode gradient.
+// Reads a plain tensor, a parameter or None; returns false for anything else and for tensors with a forward gradient.
 static bool read(PyObject* given, Tensor& t) {
   if (given == Py_None) return true;
   if (reinterpret_cast<PyObject*>(Py_TYPE(given)) != THPVariableClass &&

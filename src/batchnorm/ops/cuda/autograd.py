@@ -1,8 +1,8 @@
 """Register the fused kernels as torch operators, for autograd and torch.compile.
 
-``fused`` changes no arguments, ``fused_`` also updates running averages in its kernels, and ``fused_backward`` computes
-the gradients of both. The backward pass needs x, eight numbers per channel and, with a residual, one bit per element
-(relu, relu6, leaky_relu) or the residual itself (sigmoid, tanh, silu, hardswish).
+``fused`` normalizes a batch, ``fused_`` also updates the running averages, and ``fused_backward`` computes the
+gradients of both. The backward pass needs x, eight numbers per channel and, with a residual, one bit per element (relu,
+relu6, leaky_relu) or the residual itself (sigmoid, tanh, silu, hardswish).
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def train_(call: Call) -> Tensor | None:
 
 
 def infer(call: Call, mean: Tensor, var: Tensor) -> Tensor | None:
-    """Normalize by given statistics, without gradients and with little overhead; None if this path does not apply."""
+    """Normalize by given statistics, without gradients; return None if the fast path does not apply."""
     x, gamma, beta, _, _, residual, mask, *_ = call
     channels = x.shape[1:2]
     if (
@@ -119,7 +119,7 @@ def infer(call: Call, mean: Tensor, var: Tensor) -> Tensor | None:
 
 
 def run(call: Call) -> tuple[Tensor, Moments]:
-    """Normalize by the batch's statistics, and update the running averages, inside the kernels if possible."""
+    """Normalize by the batch's statistics, and update the running averages (inside the kernels if possible)."""
     if call.running is not None and not _moves(call.running, call.x.shape[1:2]):
         y, moments = run(call._replace(running=None))
         moments = Moments(*(v.detach() for v in moments))
@@ -167,7 +167,10 @@ def _moves(running: Kept, channels: torch.Size) -> bool:
 
 
 def _normalize(call: Call, *, alone: bool = False) -> tuple[Tensor, Tensor]:
-    """Return y and the statistics. With ``alone``, the caller needs only y, and only autograd has to see the call."""
+    """Return y and the statistics.
+
+    If ``alone``, the caller needs only y, and has checked that only autograd needs to see the call.
+    """
     x, gamma, beta, eps, activation, residual, _, running, momentum = call
     if alone or is_unseen(x, gamma, beta, residual, *(running or ())):
         # Bypass the dispatcher, which takes as long as the rest of the call.

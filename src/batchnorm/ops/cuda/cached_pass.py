@@ -82,7 +82,7 @@ def best_tiling(g: Geometry, itemsize: int, backward: bool, residual: bool, devi
 
 @cache
 def is_tuned(device: torch.device) -> bool:
-    """Return whether kernels whose programs wait for each other may run; on GPUs, they were tested only on Hopper."""
+    """Return whether to use kernels whose programs wait for each other: among GPUs, only Hopper was tested."""
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
 
 
@@ -151,7 +151,7 @@ def inference_pass(
     from .triton.inference import normalize as kernel
 
     g = find_geometry(shape, stride)
-    inner = 1 if g is None or g.nhwc else g.width  # adjacent elements of the same channel
+    inner = 1 if g is None or g.nhwc else g.width  # how many adjacent elements share a channel
     if g is None or g.channels * inner > 2**31 - BLOCK:  # the kernel's offsets within an example are 32-bit
         return None
     strides = dense_strides(g, shape)

@@ -125,8 +125,8 @@ class Launch(NamedTuple):
     def described(self, slots: Iterable[int | None]) -> tuple[Any, ...]:
         """Describe the launch for autograd.cpp.
 
-        ``slots`` has, for each changing argument, the index of its value in autograd.cpp; None if the extension should
-        not change the argument.
+        For each argument that changes, ``slots`` has the index of its value in autograd.cpp, or None if the extension
+        should leave the argument as it is.
         """
         k = self.kernel
         image, starts, changing = self.arguments.layout(self.values)
@@ -210,7 +210,7 @@ def _compiler() -> ctypes.CDLL:
 
 
 def check(result: int) -> None:
-    """Raise an error if a function of the driver returned one."""
+    """Raise an exception if a function of the driver returned an error."""
     if result:
         text = ctypes.c_char_p()
         library().cuGetErrorString(result, ctypes.byref(text))

@@ -1,6 +1,6 @@
 """Build autograd.cpp, an extension that runs ordinary training calls without Python.
 
-Compiling takes half a minute, so it runs in the background, once per machine. Until it is done, and on machines without
+Compiling takes about half a minute, so it runs once, in the background. Until it is done, and on machines without
 a compiler, autograd.py and launch.py do the same work.
 """
 

@@ -57,7 +57,8 @@ class _Kernel(ctypes.Structure):
 def replace_memsets(graph: int) -> int:
     """Replace memsets in a captured graph that is not instantiated yet, and return how many were replaced.
 
-    A memset stays as it is if it is two-dimensional, or does not fill whole 32-bit words.
+    A memset that fill.cu cannot replace stays as it is, for example if it is two-dimensional or does not fill whole
+    32-bit words.
 
     Args:
         graph: the graph's handle, from ``torch.cuda.CUDAGraph.raw_cuda_graph``.

@@ -50,7 +50,7 @@ class _Sizes(NamedTuple):
 class _Plan(NamedTuple):
     residence: Residence | None  # None unless resident.cu is fastest
     launches: tuple[TritonLaunch, ...]
-    resident_room: tuple[int, int]  # the number of floats per channel, and of counters, that resident.cu needs
+    resident_room: tuple[int, int]  # how many floats per channel and how many counters resident.cu needs
     room: tuple[int, int]  # the same for Triton's kernels
 
 
@@ -82,7 +82,7 @@ def forward(
 
 
 def _is_large(x: Tensor, channels: Sequence[int]) -> bool:
-    """Return whether it is faster to launch layers one by one: each (nearly) fits on chip, but all together do not."""
+    """Return whether launching one layer at a time is faster: each (nearly) fits on chip, but all together do not."""
     return x.is_cuda and x.numel() // x.shape[1] * sum(channels) * x.element_size() > ONE_BY_ONE
 
 
@@ -228,8 +228,8 @@ def _plan(sizes: _Sizes, device: torch.device, backward: bool, way: Tiling | Res
     p = way if isinstance(way, Tiling) else best_tiling(g, b, backward, False, device)
     slices = [up(c, p.V) for c in sizes.channels]
     align = gcd(16, *sizes.channels, *_strides(sizes))
-    # Because some slices are only partly filled, there may be more slices than planned. Programs then take their
-    # numbers when they start.
+    # Because some slices are only partly filled, there may be more slices than planned. Programs then number themselves
+    # as they start: see triton/barrier.py.
     ticket = p.ticket or sum(slices) > p.slices
     p = p._replace(
         slices=sum(slices), beside=sum(slices) if p.path == "stream" else p.beside, align=align, ticket=ticket

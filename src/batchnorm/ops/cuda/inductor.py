@@ -23,7 +23,7 @@ BASE, SCALE, OFFSET = 3, 5, 6  # rows of the statistics: see triton/forward.py
 
 
 def register() -> None:
-    """Add the pass to those that Inductor runs on joint graphs of forward and backward, if Inductor is in use."""
+    """Add this module's pass to Inductor's passes over joint forward-backward graphs, if Inductor is loaded."""
     joint_graph = sys.modules.get("torch._inductor.fx_passes.joint_graph")
     passes = getattr(joint_graph, "pass_patterns", None)
     if passes is not None and _PASS not in passes:
@@ -65,7 +65,7 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
     if str(node.target) in _FUSED:
         names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
         return dict(zip(names, node.args, strict=True))
-    # Operators that change arguments in place are wrapped in auto_functionalized_v2, which takes keywords.
+    # Operators that change arguments in place are wrapped in auto_functionalized_v2, which takes keyword arguments.
     wrapped = isinstance(node.args[0], OpOverload) and str(node.args[0]) in _FUSED
     return dict(node.kwargs) if wrapped else {}
 
@@ -89,7 +89,7 @@ def _recompute(graph: fx.Graph, fused: fx.Node, backward: set[fx.Node]) -> bool:
 
 
 def renormalize(x: Tensor, stats: Tensor, activation: Activation) -> Tensor:
-    """Recompute the output of a forward pass without a residual from x and the statistics."""
+    """Recompute y = g(BN(x)) from x and the statistics of a forward pass that added no residual."""
     base, scale, offset = (stats[i].reshape(-1, *[1] * (x.dim() - 2)) for i in (BASE, SCALE, OFFSET))
     return apply(activation, (x.float() - base) * scale + offset).to(x.dtype)
 

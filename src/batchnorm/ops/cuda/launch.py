@@ -146,7 +146,7 @@ def _streaming(x: Tensor, residual: bool) -> Pass:
 
 
 def normalize(call: Call, mean: Tensor, var: Tensor) -> Tensor | None:
-    """Normalize by given statistics, without gradients; return None if the tensor is too large for the kernel."""
+    """Normalize by given statistics, without gradients; return None if the kernel does not support the tensor."""
     x = call.x
     found = inference_pass(x.shape, x.stride(), x.device)
     if found is None:
@@ -192,7 +192,7 @@ def paths(call: Call) -> tuple[str, str]:
 
 
 def _teach(launches: Launches, tensors: Tensors, add: Callable[..., None], *description: Any) -> None:
-    """Describe a pass to the extension, unless Triton launched it, a tensor is not aligned or a graph is captured."""
+    """Describe a pass to the extension, unless Triton launched it, a tensor is unaligned or a stream is capturing."""
     x = next(t for t in tensors if t is not None)
     aligned = not any(t is not None and t.data_ptr() & 15 for t in tensors)
     if all(launches) and aligned and not torch._C._cuda_isCurrentStreamCapturing():

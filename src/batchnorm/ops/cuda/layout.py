@@ -23,7 +23,7 @@ class Geometry(NamedTuple):
 
 
 def geometry_of(x: Tensor) -> Geometry | None:
-    """Return x's geometry, or None if its strides are neither channels last nor channels first."""
+    """Return x's geometry, or None if the kernels do not support its strides or size."""
     shape, stride = x.shape, x.stride()
     if torch.compiler.is_compiling():
         return find_geometry(shape, stride)
@@ -112,7 +112,7 @@ def as_dense(t: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 
 def vector(geometry: Geometry, itemsize: int) -> int:
-    """Return how many adjacent values of a channels-first tensor one access may load."""
+    """Return how many adjacent values of a channels-first tensor one access can load."""
     v = gcd(gcd(geometry.width, geometry.stride), gcd(geometry.plane, 16 // itemsize))
     while geometry.width // v < 2:
         v //= 2

@@ -25,8 +25,8 @@
 // - RESIDUAL: whether a residual is added; ADDED: whether the whole residual is kept on chip
 // - THREADS: threads per program; SV: see above; K: vectors of each tensor that a thread keeps on chip
 // - EACH: programs per multiprocessor
-// - LAYERS: the number of layers in the launch; their tensors are channels last and all have the same number of rows. 0
-//   means a single layer, whose tensors are passed as separate arguments
+// - LAYERS: the number of layers in the launch; their tensors are channels last and all have the same number of rows.
+//   If LAYERS is 0, there is a single layer, whose tensors are passed as separate arguments
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -334,8 +334,8 @@ struct Walk {
     }
 };
 
-// Stores a vector's sign bits. A float32 vector has only four, so two neighbouring threads share a byte; resident.py
-// makes sure that the number of vectors is even.
+// Stores a vector's sign bits. A float32 vector has only four bits, so two neighbouring threads share a byte;
+// resident.py makes sure that the number of vectors is even.
 __device__ __forceinline__ void store_bits(unsigned char* to, u32 bits) {
 #if V == 8
     *to = bits;

@@ -19,7 +19,7 @@ from .schedule import AT_ONCE, megabytes_of, up
 
 KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 WIDTH = 16  # bytes of a vector
-SHARED = 232_448  # bytes of shared memory available to all programs on a multiprocessor
+SHARED = 232_448  # bytes of shared memory for all programs on a multiprocessor together
 CACHE = 40_000_000  # a tensor of up to this many bytes stays in the L2 cache during a pass
 BATCHES = 8  # maximum number of batches of 4 vectors that a thread keeps on chip; it waits for each batch separately
 
@@ -114,7 +114,7 @@ def _of_planes(
 ) -> Residence | None:
     """Choose the launch for a channels-first tensor."""
     megabytes, channel = megabytes_of(g, itemsize), g.rows * itemsize
-    # Whether all channels fit at once, with two programs per multiprocessor and one channel per program.
+    # Whether all channels fit at once, but only with two programs per multiprocessor (one channel per program).
     at_once = processors < g.channels <= 2 * processors
 
     def plan(threads: int, each: int, parts: int = 0) -> Residence:
@@ -212,7 +212,7 @@ def _in_rounds(g: Geometry, channels: tuple[int, ...], itemsize: int, processors
     if not 2 <= groups < slices or slices / (up(slices, groups) * groups) < 0.9:
         return None
     if all(c * itemsize % (8 * WIDTH) == 0 for c in channels):
-        return None  # slices of 8 vectors have no idle lanes here: faster, although some values are read twice
+        return None  # slices of 8 vectors leave no lanes idle and are faster, although some values are read twice
     r = make(g, itemsize, 2, processors, threads, 1, lanes, processors // groups)
     return r._replace(slices=slices, groups=groups)
 
@@ -231,8 +231,8 @@ def _of_layers(
     least = (1 if residual else 3) if backward else (3 if residual else 6)
     if megabytes < least or megabytes > (250 if plain else 200):
         return None
-    # Wide slices use full memory bursts; with narrow slices, fewer programs share a barrier. Choose the widest of the
-    # allowed slices that leaves few threads idle.
+    # Wide slices use full memory bursts; with narrow slices, fewer programs share a barrier. Choose the widest
+    # allowed slice that leaves few threads idle.
     narrow = megabytes < (30 if plain else 10 if backward and residual else 16)
     vectors = [c * itemsize // WIDTH for c in channels]
     if megabytes > 50 and any(n % 8 for n in vectors) and not plain:
@@ -251,7 +251,7 @@ def _of_layers(
 
 
 def weaves(g: Geometry, itemsize: int, backward: bool, residual: bool) -> bool:
-    """Return whether to process a tensor in woven form (see resident.cu); with a residual, both passes do the same."""
+    """Return whether to process a tensor in woven form (see resident.cu); with a residual, both passes must agree."""
     v = WIDTH // itemsize
     # Check the size first: for symbolic shapes, torch.compile then often needs no other guard.
     if megabytes_of(g, itemsize) < 4 or g.nhwc or g.width < 2 * v or g.stride % v:
@@ -285,7 +285,7 @@ def woven_lanes(g: Geometry, itemsize: int, residual: bool) -> int | None:
 @cache
 def runs_on(device: torch.device) -> bool:
     """Return whether the kernel can run on a device: it needs Hopper's shared memory, NVRTC and all multiprocessors."""
-    alone = 0 < AT_ONCE <= 2  # with two streams, one launch waits until the other's programs are done
+    alone = 0 < AT_ONCE <= 2  # 2 is allowed: on two streams, one launch waits until the other is done
     if device.type != "cuda":
         return False
     properties = torch.cuda.get_device_properties(device)

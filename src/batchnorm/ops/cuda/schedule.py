@@ -1,4 +1,4 @@
-"""Choose the Triton kernels' configuration for a tensor, by rules measured on one H200 (results/kernels-h200.json)."""
+"""Choose the Triton kernels' configuration by rules from measurements on one H200 (results/kernels-h200.json)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Tiling(NamedTuple):
 
     @property
     def tree(self) -> bool:
-        """Whether parts are merged in two steps of at most 32 parts each."""
+        """Whether parts are merged in two steps: first in groups of up to 32 parts, then the groups."""
         return self.parts > 32
 
     @property

@@ -63,7 +63,7 @@ class Workspace:
             return thread.submit(self.allocated, device, floats, words).result()
 
     def allocated(self, device: torch.device, floats: int, words: int) -> tuple[Tensor, Tensor]:
-        """Allocate memory for a stream and, the first time, the words for CUDA graphs on this device."""
+        """Allocate memory for a stream and, in a device's first call, the words for its CUDA graphs."""
         if device.index not in self.arenas:
             self.arenas[device.index] = (torch.zeros(self.ARENA, dtype=torch.int32, device=device), 0)
         made = (
@@ -77,7 +77,7 @@ class Workspace:
         """Return ``n`` words for a launch that is being captured."""
         arena, used = self.arenas.get(device.index, (None, 0))
         if arena is None or used + n > arena.numel():
-            return torch.zeros(n, dtype=torch.int32, device=device)  # captured too: each replay zeroes the words
+            return torch.zeros(n, dtype=torch.int32, device=device)  # captured too, so each replay zeroes the words
         self.arenas[device.index] = (arena, used + n)
         return arena[used : used + n]
 

@@ -56,8 +56,7 @@ def trusted(finished: Mapping[str, Finished]) -> tuple[dict[str, Finished], list
     """Return the runs that verdicts may use, and the names of the others.
 
     If a normalized network diverges within the first steps, the likely cause is faulty arithmetic on the device, not
-    the learning rate. The same may be true of unnormalized networks that diverge as early. Verdicts use none of these
-    runs.
+    the learning rate. Verdicts then use no run that diverged within the first steps, normalized or not.
     """
     early = [name for name, one in finished.items() if one.diverged and one.result["steps"] <= EARLY]
     if not any(finished[name].run.recipe.batch_norm for name in early):
@@ -92,7 +91,7 @@ def verdicts(plan: Plan, finished: Mapping[str, Finished]) -> list[Verdict]:
 
 
 def best_against_best(finished: Mapping[str, Finished]) -> list[Verdict]:
-    """Judge the claims on the number of steps, with every network at the best rate of its own sweep."""
+    """Judge the claims about the number of steps, with every network at the best rate of its own sweep."""
     inception = network_of(finished, "inception")
     baseline, x5 = (seeds_of(finished, "best", name) for name in ("bn-baseline", "bn-x5"))
     return [_half_the_steps(inception, baseline), _a_fourteenth_of_the_steps(inception, x5)]
@@ -132,7 +131,7 @@ def _a_fourteenth_of_the_steps(inception: Seeds, x5: Seeds) -> Verdict:
 def fewer_steps(
     name: str, claim: str, inception: Seeds, network: Seeds, enough: Callable[[float], bool], paper: str
 ) -> Verdict:
-    """Judge the claim that a network reaches Inception's best accuracy in fewer steps, for every pairing of seeds.
+    """Judge, for every pairing of seeds, whether a network reaches Inception's best accuracy in few enough steps.
 
     Paper: Fig. 3
     """
@@ -237,8 +236,8 @@ def wider_range(finished: Mapping[str, Finished]) -> Verdict:
     """Judge whether the network with batch normalization trains at rates at which the network without it does not.
 
     If the plan trains BN-Baseline at five times Inception's rate, the claim holds if BN-Baseline trains at that rate
-    and Inception fails. If the plan does not, both sweeps must end at the same rate, and the claim holds if the highest
-    rate that trains is higher with BN.
+    and Inception fails. If the plan does not, the two sweeps of rates decide. They must end at the same rate, and the
+    claim holds if the highest rate that trains is higher with BN.
 
     Paper: Sec. 3.3
     """
@@ -264,7 +263,7 @@ def wider_range(finished: Mapping[str, Finished]) -> Verdict:
 
 
 def rates_that_train(runs: Sequence[Finished]) -> tuple[float, float] | None:
-    """Return the lowest and the highest rate at which a network reaches half of the accuracy at its best rate."""
+    """Return the lowest and the highest rate at which a network reaches at least half of its best accuracy."""
     if not runs:
         return None
     ends = {run.run.recipe.rate: run.result["top1"] or 0.0 for run in runs}
@@ -273,7 +272,7 @@ def rates_that_train(runs: Sequence[Finished]) -> tuple[float, float] | None:
 
 
 def less_dropout(finished: Mapping[str, Finished]) -> list[Verdict]:
-    """Judge whether a normalized network needs dropout, and whether dropout is worth less to it than without BN.
+    """Judge whether a network with BN needs dropout, and whether dropout helps less with BN than without.
 
     The claims are tested only if there is overfitting for dropout to prevent: without dropout, the network with BN or
     the network without BN must overfit visibly in all its seeds.

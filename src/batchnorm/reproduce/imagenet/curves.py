@@ -120,7 +120,7 @@ def mean_curve(curves: Sequence[Curve]) -> Curve:
     if not curves:
         return []
     tables = [dict(curve) for curve in curves]
-    # Round the mean, so that the mean of equal numbers is exactly that number and counts as reached.
+    # Round the mean: the mean of equal accuracies must be exactly that accuracy, or it may not count as reached.
     return [
         (step, round(statistics.fmean(table[step] for table in tables), 9))
         for step, _ in curves[0]
@@ -179,7 +179,7 @@ def behind_until(curve: Curve, other: Curve) -> int | None:
 def noise(values: Sequence[float]) -> float | None:
     """Return how far one more run can be from the mean of these values by chance: half the 95% prediction interval.
 
-    This is t s sqrt(1 + 1/n), with s the standard deviation over the n values; None for fewer than two values.
+    This is t s sqrt(1 + 1/n), with Student's t and the standard deviation s of the n values. None for fewer than two.
 
     >>> round(noise([0.48, 0.50, 0.52]), 4)
     0.0993

@@ -1,4 +1,4 @@
-"""``batchnorm reproduce fig2``: train the runs of a plan, and draw Figures 2 and 3 from the finished ones."""
+"""``batchnorm reproduce fig2``: train the runs of a plan, and draw Figures 2 and 3 from the finished runs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ LINES = {
     "bn-x30": ("#d9622b", "-", "BN-x30"),
     "bn-x5-sigmoid": ("#8a4fb0", "-.", "BN-x5-Sigmoid"),
 }
-# The color and line style of the best unnormalized network, if it is not Inception, and of other unnormalized networks.
+# Colors and line styles: TUNED for the best unnormalized network if it is not Inception, OTHERS for the rest of the
+# unnormalized networks.
 TUNED = ("#1c1b18", (0, (4, 1, 1, 1)))
 OTHERS = (("#c2428a", "-"), ("#b58a00", "-"), ("#2a6fc9", "--"), ("#14835b", ":"))
 
@@ -75,7 +76,7 @@ class Fig2(Session):
 
     @property
     def all_results(self) -> Path:
-        """The folder of all result files; each of the library's further plans has a subfolder."""
+        """The folder of all result files; each of the library's plans in FURTHER has a subfolder."""
         return self.results or self.out / "results"
 
     @property
@@ -101,7 +102,7 @@ class Study:
 
 @dataclass(frozen=True)
 class Studies:
-    """The study of the chosen plan; for a plan of the library, the studies of the library's other plans as well."""
+    """The studies of the library's plans or, for a plan of your own, only the study of that plan."""
 
     main: Study
     paper_rates: Study | None = None
@@ -147,7 +148,7 @@ def fig2(options: Fig2) -> Path:
 
 def _missing(options: Fig2, plan: Plan) -> list[Training]:
     data, finished = options.open_data(plan)
-    # Runs of different plans can have the same name, so every plan except the default one has its own folder.
+    # Runs of different plans can have the same name, so each plan in FURTHER has its own folder.
     out = options.out / str(options.plan) if str(options.plan) in FURTHER else options.out
     return [
         Training(RunFiles(run, options.result_files, out), plan, options, data)
@@ -253,7 +254,7 @@ def claims_table(studies: Studies) -> Section:
 
 
 def _judged(studies: Studies, study: Study) -> list[Verdict]:
-    """Return the verdicts of a study. Those of the main study on dropout come from the plan for dropout."""
+    """Return the verdicts of a study. The main study's verdicts on dropout come from the plan for dropout."""
     found = {v.claim: v for v in verdicts(study.plan, study.finished)}
     if study is studies.main and (dropped := studies.dropout) is not None:
         complete = not dropped.plan.missing(dropped.finished)
@@ -318,7 +319,10 @@ def pictures(finished: Mapping[str, Finished], out: Path) -> list[Path]:
 
 
 def _figure2(finished: Mapping[str, Finished], plt: Any) -> Any:
-    """Draw one panel with all steps, and one that ends after a quarter of them or with the shortest run."""
+    """Draw one panel with all steps, and one with the first steps.
+
+    The second panel ends after a quarter of all steps or, if that is earlier, where the shortest run ends.
+    """
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6))
     for axis in axes:
         _curves(axis, finished)

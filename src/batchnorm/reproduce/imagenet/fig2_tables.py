@@ -26,7 +26,7 @@ from .curves import (
 from .result_files import Finished
 
 Rows = list[list[str]]
-# The paper's Figure 3: steps to 72.2%, how many times fewer steps these are than Inception's, and maximum accuracy.
+# The paper's Figure 3: steps to 72.2%, how many times fewer steps than Inception, and maximum accuracy.
 PAPER = {
     "inception": ("31.0M", "1.0", "72.2%"),
     "bn-baseline": ("13.3M", "2.3", "72.7%"),
@@ -37,7 +37,7 @@ PAPER = {
 
 # The table of training steps has a column for each of these fractions of the baseline's best accuracy.
 SHARES = (0.25, 0.5, 0.75, 0.9, 1.0)
-# The modifications of Section 4.2.1, in its order, by the field of the recipe that each one changes.
+# The modifications of Section 4.2.1, in the paper's order; each key is the field of the recipe that changes.
 MODIFICATIONS = {
     "rate": "increase learning rate",
     "dropout": "remove dropout",
@@ -99,7 +99,7 @@ def show_times(value: float | None) -> str:
 
 
 def show_name(name: str) -> str:
-    """Return a network's name with its first letter, and the initialization's, in upper case.
+    """Return a network's name, capitalized; an initialization in the name is capitalized too.
 
     >>> show_name("inception-x5, kaiming")
     'Inception-x5, Kaiming'
@@ -173,7 +173,7 @@ def _figure3_text(inception: Seeds, tuned: tuple[str, Seeds] | None) -> str:
 
 
 def on_the_way(finished: Mapping[str, Finished]) -> Section:
-    """Tabulate each network's steps to fractions of the baseline's best accuracy, and its speedup over the baseline."""
+    """Tabulate the steps to fractions of the baseline's best accuracy, and the baseline's steps divided by them."""
     inception = network_of(finished, "inception").curve
     top = best(inception)
     networks = {name: curve for name in PAPER if (curve := network_of(finished, name).curve)}
@@ -235,7 +235,7 @@ def rates(finished: Mapping[str, Finished]) -> Section:
     for rate in sorted({rate for column in columns for rate in column}):
         rows.append([f"{rate:g}", *(show_accuracy(column[rate]) if rate in column else "-" for column in columns)])
     text = _rates_text(sweeps)
-    if not seeds_of(finished, "best", "bn-baseline"):  # three seeds in a table of their own
+    if not seeds_of(finished, "best", "bn-baseline"):  # otherwise `best_rates` compares them
         text += _best_of_the_sweeps(sweeps)
     return Section("Learning rates (Section 3.3)", text, rows)
 

@@ -58,7 +58,7 @@ class Gain(NamedTuple):
     after: float
     standard_error: float
     networks: tuple[str, ...] = ()
-    """the networks of an ensemble that was chosen from all possible ones"""
+    """the networks of an ensemble that was chosen from all possible ensembles"""
 
     @property
     def verdict(self) -> str:
@@ -86,12 +86,12 @@ class Figure4(NamedTuple):
     disagreement: dict[str, float | None]
     together: dict[str, dict[str, Any]]
     chosen: tuple[Gain, ...] = ()
-    """the best ensemble of any members against the best network; both are chosen on half of the images and judged on
+    """the best of all ensembles compared with the best network; both are chosen on half of the images and judged on
     the rest"""
 
     @property
     def statement(self) -> str | None:
-        """Whether an ensemble is better than its best member; None for a single network."""
+        """A sentence on whether an ensemble is better than its best member; None for a single network."""
         against_best = [step for step in self.steps if "the best of them" in step.name]
         if not against_best:
             return None
@@ -171,8 +171,8 @@ def _best_ensemble(members: Sequence[MemberFiles], error: str) -> Gain:
 def _combine(members: Sequence[MemberFiles], crops: int, wrong: dict[tuple[int, str], Tensor]) -> Ensemble:
     """Average the members' probabilities, and add each image's errors to ``wrong``.
 
-    Entries with the key ``crops`` hold the fraction of members that are wrong. Entries with the key ``-crops`` are 1 if
-    the ensemble is wrong.
+    For each image, ``wrong[crops, error]`` is the fraction of members that are wrong, and ``wrong[-crops, error]`` is 1
+    if the ensemble is wrong.
     """
     ensemble = Ensemble()
     for member in members:
@@ -255,7 +255,7 @@ def markdown(
     missing: Mapping[str, str],
     remarks: Sequence[str] = (),
 ) -> str:
-    """Write the figure as Markdown.
+    """Return the figure as Markdown.
 
     Args:
         figure: the results of all members, if there are any.

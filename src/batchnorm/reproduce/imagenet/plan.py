@@ -84,7 +84,7 @@ def read_plan(figure: Literal["fig2", "fig4"], path: Path | None = None, results
         results: folder of the result files that decide which rate is the best.
 
     >>> run = next(run for run in read_plan("fig2", Path("paper-rates")).runs if run.variant == "bn-x5")
-    >>> round(run.recipe.decay ** (run.recipe.epochs / run.recipe.decay_epochs), 6)  # share left at the end
+    >>> round(run.recipe.decay ** (run.recipe.epochs / run.recipe.decay_epochs), 6)  # fraction of the rate at the end
     0.003
     >>> read_plan("fig2").waiting["bn-x5-seed1"]
     'the sweep of inception'
@@ -207,7 +207,7 @@ def _planned(
         )
     _check_table(name, {key: run[key] for key in OWN if key in run}, OWN)
     if not 0 < end_rate < 1 or not 0 < horizon < math.inf:
-        raise ValueError(f"{name}: horizon={horizon} must be above 0, and end_rate={end_rate} between 0 and 1")
+        raise ValueError(f"{name}: horizon={horizon} must be above 0, and end_rate={end_rate} must be between 0 and 1")
     changed = {key: value for key, value in run.items() if key not in OWN}
     if {"epochs", "decay_epochs"} & {*changed, *everywhere}:
         raise ValueError(f"{name}: remove epochs and decay_epochs, which are computed from horizon and end_rate")

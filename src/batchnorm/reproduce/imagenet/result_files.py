@@ -34,7 +34,7 @@ COLUMNS = ("step", "val_top1", "val_top5", "train_loss", "train_top1", "val_loss
 
 
 class Point(NamedTuple):
-    """One validation, and the means over the training batches since the previous validation."""
+    """One validation, and the mean loss and accuracy of the training records since the previous validation."""
 
     step: int
     val_top1: float

@@ -44,7 +44,7 @@ class Session:
     device: str = "auto"
     """cpu, cuda, or auto."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """auto is bf16 on a GPU."""
+    """auto is bf16 on a GPU and fp32 on a CPU."""
     cache: Literal["none", "device"] = "device"
     """device keeps the decoded images in device memory."""
     workers: int = 2
@@ -114,7 +114,7 @@ class Session:
 
         Raises:
             OSError: if a folder is not writable.
-            ValueError: if the networks' convolutions are wrong at the share of the GPU that each job would get.
+            ValueError: if a convolution is wrong at the share of the GPU that each job would get.
             JobsFailedError: if a job failed; the results of the other jobs are kept.
             KeyboardInterrupt: if the jobs were stopped.
         """

@@ -24,8 +24,8 @@ from ...train import Recipe
 CONTROL = "nvidia-cuda-mps-control"
 SHARE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 FOLDERS = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
-# At 33 percent (42 multiprocessors of an H200), cuDNN's bfloat16 convolutions return NaN; at these shares they are
-# correct.
+# At 33 percent (42 multiprocessors of an H200), cuDNN's bfloat16 convolutions return NaN. At the shares below, they
+# are correct.
 SHARES = (25, 50, 100)
 # The largest relative error that a bfloat16 convolution may have. Rounding alone gives less than 0.01.
 TOLERANCE = 0.05
@@ -57,7 +57,7 @@ def shared_gpu(processes: int) -> Iterator[bool]:
         yield False
         return
     before = dict(os.environ)
-    # If each process may use all multiprocessors, one process's wide kernels delay the small kernels of the others
+    # If each process may use all multiprocessors, one process's large kernels delay the small kernels of the others
     # (docs/decisions.md).
     share = os.environ.setdefault(SHARE, str(share_of(processes)))
     if share not in map(str, SHARES):
@@ -106,7 +106,7 @@ def checked_gpu(
 
 
 def check_share(recipes: Iterable[Recipe], evaluate_batch: int, device: str) -> None:
-    """Check the convolutions of these networks in a process that has this environment's share of the GPU.
+    """Check these networks' convolutions in a process that gets the share of the GPU set in the environment.
 
     Raises:
         ValueError: if a convolution is wrong; the message names the first one.
@@ -119,8 +119,8 @@ def check_share(recipes: Iterable[Recipe], evaluate_batch: int, device: str) -> 
         for outcome in run(wrong_convolution, [(r, evaluate_batch, device) for r in networks.values()], math.inf):
             if (wrong := outcome.value()) is not None:
                 raise ValueError(
-                    f"{outcome.job[0].name}: {wrong} at {SHARE}={os.environ.get(SHARE)}: change --jobs, or train one"
-                    " run at a time with --jobs 1"
+                    f"{outcome.job[0].name}: with {SHARE}={os.environ.get(SHARE)}, {wrong}: change --jobs, or train"
+                    " one run at a time with --jobs 1"
                 )
 
 

@@ -1,6 +1,6 @@
 """One network of Figure 1: a resumable run that trains, monitors and evaluates it.
 
-The folder holds ``config.json``, ``metrics.jsonl``, ``checkpoint.pt`` and, at the end, ``summary.json``.
+The run's folder holds ``config.json``, ``metrics.jsonl``, ``checkpoint.pt`` and, at the end, ``summary.json``.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ OPTIMIZERS: dict[str, Callable[[Parameters], Optimizer]] = {
 
 @dataclass(frozen=True)
 class Optimizers(Experiment):
-    """Train Section 4.1's network with full-batch gradient descent, SGD, momentum and Adagrad.
+    """Train Section 4.1's network with full-batch gradient descent, SGD, SGD with momentum, and Adagrad.
 
     Paper: Sec. 3.1
     """

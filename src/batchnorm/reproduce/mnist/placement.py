@@ -24,7 +24,7 @@ STATISTICS = ("skewness", "excess kurtosis", "sparsity")
 
 @dataclass(frozen=True)
 class Placement(Experiment):
-    """Compare BN before and after the nonlinearity: accuracy, and the distributions of u and Wu.
+    """Compare BN before and after the nonlinearity: accuracy, and the distributions of Wu and of the output u.
 
     Paper: Sec. 3.2, "more Gaussian"; Sec. 5, the standardization layer
     """

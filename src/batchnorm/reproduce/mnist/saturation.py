@@ -28,7 +28,7 @@ class Saturation(Experiment):
     rate: float = 0.1
     """Learning rate."""
     stds: tuple[float, ...] = (0.1, 1.0)
-    """Standard deviations of the initial weights; the defaults are a small and a large one."""
+    """Standard deviations of the initial weights; the defaults are a small and a large value."""
     tail: float = 0.05
     """A sigmoid is saturated if its output is within this distance of 0 or 1."""
     points: int = 25

@@ -35,7 +35,7 @@ class Section2(Experiment):
     """
 
     bias_steps: int = 1000
-    """Full-batch steps on b."""
+    """Full-batch steps on the bias vector b alone."""
     steps: int = 2000
     """Steps on the whole network, with mini-batches of 60."""
     rates: tuple[float, ...] = (0.1, 1.0)

@@ -72,10 +72,11 @@ def train_(
     start: int = 0,
     optimizer: Optimizer | None = None,
 ) -> Iterator[tuple[int, float]]:
-    """Train on the mean cross-entropy and yield (step, loss of its batch) at each mark, in order.
+    """Train on the mean cross-entropy and yield (step, loss of that step's batch) at each mark, in order.
 
-    Marks count updates from the beginning of training, of which ``start`` were made earlier. Marks up to ``start`` and
-    after the last step are skipped. The default optimizer is plain SGD at the setting's rate.
+    A mark is a number of updates since the beginning of training. The first ``start`` updates were made earlier, so
+    marks up to ``start`` are skipped. Marks after the last step are skipped too. The default optimizer is plain SGD at
+    the setting's rate.
 
     Paper: Sec. 3.1; Sec. 4.1
     """

@@ -10,10 +10,10 @@ import triton.language as tl
 def update(table, chunks, momentum, CHUNK: tl.constexpr, ALIGNED: tl.constexpr):
     """Update CHUNK elements of one tensor.
 
-    ``table`` has a row for each tensor: the addresses of the weights, velocity, gradient, bfloat16 copy (0 if there is
-    none) and learning rate, the number of elements, and the bits of the weight decay. If ALIGNED, all addresses are
-    multiples of 16, and all numbers of elements are multiples of 8. ``chunks`` has two numbers for each program: the
-    row of its tensor, and its first element.
+    ``table`` has a row of seven numbers for each tensor. The first five are the addresses of the weights, the velocity,
+    the gradient, the bfloat16 copy (0 if there is none) and the learning rate. The last two are the number of elements
+    and the bits of the weight decay. If ALIGNED, all addresses are multiples of 16, and all numbers of elements are
+    multiples of 8. ``chunks`` has two numbers for each program: the row of its tensor, and its first element.
     """
     row = table + 7 * tl.load(chunks + 2 * tl.program_id(0))
     at = tl.load(chunks + 2 * tl.program_id(0) + 1)

@@ -1,6 +1,7 @@
 """Average pooling of 3x3 windows in channels-last tensors; each program computes P pixels of V channels.
 
-C and the strides between pixels are in units of A elements, so that the compiler knows the alignment of accesses.
+C, the number of channels, and the strides between pixels are given in units of A elements, so that the compiler knows
+the alignment of accesses.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def pixels_of(count, C, H, W, P: tl.constexpr, V: tl.constexpr):
-    """Return this program's pixels [P] as image, row, column and index, a mask of valid pixels, and channels [V]."""
+    """Return the image, row, column and index of the program's pixels [P], a mask of valid pixels, and channels [V]."""
     slices = (C + V - 1) // V
     program = tl.program_id(0)
     block = program // slices

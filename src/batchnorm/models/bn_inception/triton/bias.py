@@ -1,6 +1,7 @@
 """Add a bias and apply a nonlinearity to channels-last tensors, in tiles of P pixels and V channels.
 
-C and the strides between pixels are in units of A elements, so that the compiler knows the alignment of accesses.
+C, the number of channels, and the strides between pixels are given in units of A elements, so that the compiler knows
+the alignment of accesses.
 """
 
 from __future__ import annotations

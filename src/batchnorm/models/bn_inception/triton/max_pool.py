@@ -1,8 +1,9 @@
 """Max pooling of 3x3 windows, padded by 1, in channels-last tensors, optionally after normalization and ReLU.
 
 The columns of all images are numbered consecutively. A unit consists of P columns and up to ``share`` rows. A program
-processes V channels of a unit row by row, and keeps the values that the next row of windows also needs. C and the
-strides between pixels are in units of A elements, so that the compiler knows the alignment of accesses.
+processes V channels of a unit row by row, and keeps the values that the next row of windows also needs. C, the number
+of channels, and the strides between pixels are given in units of A elements, so that the compiler knows the alignment
+of accesses.
 
 The position of a maximum in its window is encoded as UP, DOWN or 0, plus LEFT, RIGHT or 0; the middle of the window is
 0. The positions of two neighbouring channels share a byte, with the first channel in the lower four bits.
@@ -68,7 +69,7 @@ def pointers(x, image, column, lane, height, width, step):
 
 @triton.jit
 def pixels_of(x, image, column, channel, half, height, width, stride, A: tl.constexpr):
-    """Return the addresses of pixels in the first row of their images, and the distances between pixels and rows.
+    """Return the addresses of pixels in the first row of their images, and the strides of pixels and of rows.
 
     Pairs of bfloat16 values are read as one integer, because converting them then takes fewer instructions.
     """
@@ -84,7 +85,7 @@ def pixels_of(x, image, column, channel, half, height, width, stride, A: tl.cons
 
 @triton.jit
 def load_raw(p, here, half_here):
-    """Read pixels without conversion, 0 if they do not exist; :func:`as_floats` converts them."""
+    """Read pixels without conversion, with 0 for pixels that do not exist; :func:`as_floats` converts them."""
     if p.dtype.element_ty == tl.int32:
         return tl.load(p, mask=half_here, other=0)
     else:
@@ -324,8 +325,8 @@ def max_backward_2(
     if other is not None:
         read, step, read_pitch = pixels_of(other, image, 2 * column, channel, half, H, W, C, A)
 
-    # Four windows overlap a block of 2x2 pixels: a, whose middle is the block's first pixel, b to the right of a,
-    # c below a, and d below b.
+    # Four windows overlap a block of 2x2 pixels: a, whose middle is the block's first pixel; b, to the right of a;
+    # c, below a; and d, below b.
     beside = exists & (column + 1 < out_W)[:, None]
     within = exists & (2 * column + 1 < W)[:, None]
     p = gradients + first * dy_pitch

@@ -4,9 +4,9 @@ PHASE selects what a launch does. PHASE 1 only computes the statistics and PHASE
 launches of the "stream" path, with T = 0. PHASE 3 does both in one launch: a program holds its T tiles in registers and
 reads x once, with a barrier between the programs of a slice.
 
-``stats`` has the rows mean, var, count, base, low, scale, offset and invstd. The mean is base + low. Since base is near
-the values of x, x - base is exact, and no precision is lost even if the mean is a million standard deviations from
-zero.
+``stats`` has the rows mean, var, count, base, low, scale, offset and invstd. The mean is base + low, and base is close
+to it. For values near base, x - base is exact, so no precision is lost even if the mean is a million standard
+deviations from zero.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def moments_of(
 
     ``near`` is subtracted from the values before they are summed, because E[x^2] - E[x]^2 loses all precision if the
     mean is large. Each of n values is at most sqrt(n) standard deviations from their mean. So the error of M2 is at
-    most n rounding errors, whether ``near`` is one of the values or the mean of a few.
+    most n rounding errors, whether ``near`` is one of the values or the mean of a few of them.
     """
     R: tl.constexpr = FORM[1]
     V: tl.constexpr = FORM[2]
@@ -58,7 +58,7 @@ def moments_of(
 def merge(partial, first, last, share, channel, shape, EACH: tl.constexpr):
     """Merge the moments of the parts from ``first`` to ``last``, exclusive, in a fixed order; return base, low and M2.
 
-    M2 = sum of M2_part + n_part (mean_part - mean)^2 (Chan, Golub & LeVeque). All means are relative to ``base``, the
+    M2 = sum(M2_part + n_part (mean_part - mean)^2) (Chan, Golub & LeVeque). All means are relative to ``base``, the
     mean of the first part. With K parts, M2 is at least 1/K of the term s1 * low that is subtracted at the end, so
     little precision is lost.
     """
@@ -181,7 +181,7 @@ def normalize_part(
 
     ALONE means that a slice has one part. LAST means that the last program to arrive merges all parts and writes
     ``stats`` for the other programs; without LAST, every program merges all parts itself. TREE means that parts are
-    merged in two steps of at most 32 parts each.
+    merged in two steps: first in groups of up to 32 parts, then the groups.
     """
     R: tl.constexpr = FORM[1]
     EACH: tl.constexpr = 1 if FORM[0] else FORM[2]

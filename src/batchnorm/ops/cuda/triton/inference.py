@@ -1,4 +1,4 @@
-"""Normalize by given statistics, in one pass in memory order, for any dense layout."""
+"""Normalize by given statistics, in one pass: a kernel for dense tensors and a kernel for channels-last rows."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Kernels for up to four layers in one launch, on channels-last tensors with the same number of rows.
 
 Slices are numbered across all layers: layer k starts at slice ``first_k``. Absent layers start after the last slice.
-Each layer has its own consecutive part of ``stats``, ``partial`` and ``words``.
+Each layer has its own contiguous part of ``stats``, ``partial`` and ``words``.
 """
 
 from __future__ import annotations

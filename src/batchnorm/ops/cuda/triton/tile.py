@@ -1,17 +1,17 @@
 """Access a tensor in tiles, with the same code for both layouts: channels last and channels first.
 
 A *unit* is a row of a channels-last tensor (one location of one example), or ``V`` adjacent locations of one channel of
-a contiguous tensor. In both layouts a tile is [R, V]: R rows of V channels, or R units of one channel. Per-channel
+a contiguous tensor. In both layouts, a tile is [R, V]: R rows of V channels, or R units of one channel. Per-channel
 values have the shape [W], where W is V or 1 channels, so that ``v[None, :]`` broadcasts over a tile in both layouts.
 
 Most functions take these arguments:
 
 - ``piece``: the index of a slice of channels.
-- ``FORM``, constants: (channels last?, R, V, A, offsets need 64 bits?). All strides are multiples of A and are passed
-  divided by A.
-- ``shape``, numbers: (C, units of a channel, units of a channel in one example, magic, shift). ``magic`` and ``shift``
-  turn the division by the third number into a multiplication, because a division takes 20 instructions.
-- ``strides``, for each tensor: the stride of a row or an example, and the stride of a channel.
+- ``FORM``: the constants (channels last?, R, V, A, offsets need 64 bits?). All strides are multiples of A and are
+  passed divided by A.
+- ``shape``: the numbers (C, units of a channel, units of a channel in one example, magic, shift). ``magic`` and
+  ``shift`` turn the division by the third number into a multiplication, because a division takes about 20 instructions.
+- ``strides``: one tensor's strides, first of a row or an example, then of a channel.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def sample(x, strides, first, last, channel, shape, FORM: tl.constexpr):
 
 @triton.jit
 def totals(s, t, FORM: tl.constexpr):
-    """Sum two tiles per channel in one reduction, which has half the latency of two."""
+    """Sum two tiles per channel in one reduction, which has half the latency of two reductions."""
     both = tl.join(s, t)
     if FORM[0]:
         return tl.split(tl.sum(both, 0))
@@ -134,8 +134,9 @@ def opaque(v, ON_DEVICE: tl.constexpr):
 def bit_offsets(first, last, piece, shape, FORM: tl.constexpr):
     """Return the offsets of the bytes that hold a tile's bits, and a mask of the bytes that exist.
 
-    The tile starts at unit ``first``. A row has one bit per channel, or a channel has one bit per value, rounded up to
-    whole bytes. Parts start at multiples of 8 units, so that their bits start at whole bytes.
+    The tile starts at unit ``first``. A row (channels last) has one bit per channel; a channel (channels first) has one
+    bit per value. Both are rounded up to whole bytes. Parts start at multiples of 8 units, so that their bits start at
+    whole bytes.
     """
     R: tl.constexpr = FORM[1]
     V: tl.constexpr = FORM[2]
