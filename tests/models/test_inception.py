@@ -187,6 +187,17 @@ def test_the_stem_by_blocks_of_pixels(size, kernel):
     torch.testing.assert_close(last, expected)
 
 
+@pytest.mark.parametrize("kernel", [2, 4, (3, 7), (7, 3)])
+def test_kernels_that_blocks_of_pixels_do_not_fit(kernel):
+    conv = SeparableConv2d(3, 8, 7, stride=2)
+    padding = [n // 2 for n in (kernel if isinstance(kernel, tuple) else (kernel, kernel))]
+    conv.depthwise = torch.nn.Conv2d(3, 24, kernel, 2, padding, groups=3, bias=False)
+    conv, x = conv.double(), torch.randn(2, 3, 20, 22, dtype=torch.float64)
+    expected = conv(x)
+    conv.rearrange = conv.by_blocks = True
+    torch.testing.assert_close(conv(x), expected)
+
+
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_local_response_normalization_as_a_convolution(size):
     norm = LocalResponseNorm(size, alpha=0.3, beta=0.6, k=1.5)

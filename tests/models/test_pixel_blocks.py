@@ -43,7 +43,7 @@ def assert_near(found, expected, tolerance):
 
 
 # The paper's stem, several groups of pixels for each program, and kernels of one and of four blocks.
-SIZES = [{}, {"shape": (2, 3, 20, 33)}, {"size": 1}, {"size": 3, "shape": (2, 2, 9, 9), "outputs": 16}]
+SIZES = [{}, {"shape": (2, 3, 40, 33)}, {"size": 1}, {"size": 3, "shape": (2, 2, 9, 9), "outputs": 16}]
 
 
 @pytest.mark.parametrize("given", SIZES)
@@ -53,12 +53,120 @@ def test_the_kernels_convolve(device, given, monkeypatch):
     x, kernel, dy = example(device, **given)
     rounded = kernel.to(x.dtype)
     expected, dkernel = exact(x, rounded, dy)
-    size = kernel.shape[-1]
-    blocks = pixel_blocks(x, (size // 2 + size // 2 % 2) // 2, (size + 1) // 2).movedim(1, -1)
-    y = torch.empty_like(dy.movedim(1, -1))
-    module.multiply(blocks, rounded, y)
-    assert_near(y.movedim(-1, 1), expected, 2**-7)
-    assert_near(module.kernel_gradient(blocks, dy.movedim(1, -1), kernel.shape), dkernel, 1e-4)
+    window = module.Window.of(kernel.shape[-1])
+    blocks = pixel_blocks(x, window.before, window.taps).movedim(1, -1)
+    y = torch.empty_like(dy)
+    module.run_convolve(blocks, rounded, y.movedim(1, -1))
+    assert_near(y, expected, 2**-7)
+    assert_near(module.run_kernel_gradient(blocks, dy.movedim(1, -1), kernel.shape), dkernel, 1e-4)
+
+
+@pytest.fixture
+def usable(device, monkeypatch):
+    """Let the interpreter run the kernels as a GPU would."""
+    if device == "cpu":
+        monkeypatch.setattr(module, "_has_kernels", lambda x: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    return device
+
+
+def convolved(device, **given):
+    """Our convolution of half-precision tensors, the kernel, and the expected gradient of the kernel."""
+    x, kernel, dy = example(device, **given)
+    kernel = kernel.to(x.dtype).requires_grad_()
+    y = module.convolve_by_blocks(x, kernel)
+    assert type(y.grad_fn).__name__ == "_ConvolutionBackward"
+    expected, dkernel = exact(x, kernel.detach(), dy)
+    assert_near(y.detach(), expected, 2**-7)
+    return y, kernel, dy, dkernel
+
+
+@pytest.mark.parametrize("layout", [torch.channels_last, torch.contiguous_format])
+def test_gradients(usable, layout):
+    y, kernel, dy, expected = convolved(usable)
+    assert y.is_contiguous(memory_format=torch.channels_last)
+    (found,) = torch.autograd.grad(y, kernel, dy.contiguous(memory_format=layout))
+    assert_near(found, expected, 2**-7)
+
+
+def test_the_gradient_can_be_differentiated(usable):
+    y, kernel, dy, expected = convolved(usable)
+    dy.requires_grad_()
+    (found,) = torch.autograd.grad(y, kernel, dy, create_graph=True)
+    assert_near(found.detach(), expected, 0.01)
+    # The gradient is linear in dy, so its derivative is the convolution again.
+    (again,) = torch.autograd.grad(found, dy, kernel.detach())
+    assert_near(again, y.detach().double(), 0.01)
+
+
+def test_batches_of_gradients(usable):
+    y, kernel, dy, expected = convolved(usable)
+    many = torch.stack([dy, 2 * dy])
+    for found in (
+        torch.autograd.grad(y, kernel, many, is_grads_batched=True, retain_graph=True)[0],
+        torch.func.vmap(lambda one: torch.autograd.grad(y, kernel, one, retain_graph=True)[0])(many),
+    ):
+        assert_near(found, torch.stack([expected, 2 * expected]), 0.01)
+
+
+def test_hooks_may_change_the_layout_of_saved_tensors(usable):
+    with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.contiguous, lambda t: t):
+        y, kernel, dy, expected = convolved(usable)
+    assert_near(torch.autograd.grad(y, kernel, dy)[0], expected, 2**-7)
+
+
+def test_the_output_can_be_changed_in_place(usable):
+    y, kernel, dy, _ = convolved(usable)
+    kept = y.detach().clone()
+    (found,) = torch.autograd.grad(y.mul_(2), kernel, dy)
+    torch.testing.assert_close(y.detach(), 2 * kept)
+    assert found.isfinite().all()
+
+
+@pytest.mark.gpu
+def test_autocast_casts_the_kernel():
+    x, kernel, dy = example("cuda")
+    _, expected = exact(x, kernel.bfloat16(), dy)
+    with torch.autocast("cuda", torch.bfloat16):
+        y = module.convolve_by_blocks(x.float(), kernel.requires_grad_())
+    (found,) = torch.autograd.grad(y, kernel, dy)
+    assert found.dtype == torch.float32
+    assert_near(found, expected, 1e-4)
+
+
+UNSUPPORTED = {
+    "outputs": {"outputs": 20},
+    "many outputs": {"outputs": 256},
+    "a large window": {"size": 15, "shape": (1, 3, 20, 20)},
+    "five taps": {"size": 9},
+    "float32": {},
+    "an image with a gradient": {},
+    "an old GPU": {},
+    "BATCHNORM_FAST=0": {},
+}
+
+
+@pytest.mark.parametrize("why", UNSUPPORTED)
+def test_torch_convolves_what_the_kernels_do_not_support(usable, why, monkeypatch):
+    x, kernel, dy = example(usable, **UNSUPPORTED[why])
+    kernel = kernel.to(x.dtype)
+    if why == "float32":
+        x, kernel = x.float(), kernel.float()
+    elif why == "an image with a gradient":
+        x.requires_grad_()
+    elif why == "an old GPU":
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    elif why == "BATCHNORM_FAST=0":
+        monkeypatch.undo()
+        monkeypatch.setattr(module.dispatch, "FAST", False)
+    y = module.convolve_by_blocks(x, kernel.requires_grad_())
+    assert type(y.grad_fn).__name__ == "ConvolutionBackward0"
+    assert_near(y.detach(), exact(x.detach(), kernel.detach(), dy)[0], 2**-7)
+
+
+def test_other_numbers_of_channels_are_rejected():
+    with pytest.raises(RuntimeError, match="the kernel is for 3 input channels, but the image has 4"):
+        module.convolve_by_blocks(torch.zeros(1, 4, 8, 8), torch.zeros(16, 3, 7, 7))
 
 
 class Batched(torch.autograd.Function):
@@ -71,52 +179,16 @@ class Batched(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        assert torch._C._functorch.is_legacy_batchedtensor(dy)
         return None, None, module._differentiable_gradient(ctx.saved_tensors[0], dy, ctx.saved_tensors[1])
 
 
 @pytest.mark.parametrize("size", [3, 5, 7])
 def test_the_differentiable_gradient(size):
     x, kernel, dy = (t.double() for t in example("cpu", size=size))
-    blocks = pixel_blocks(x, (size // 2 + size // 2 % 2) // 2, (size + 1) // 2)
+    window = module.Window.of(size)
+    blocks = pixel_blocks(x, window.before, window.taps)
     expected = exact(x, kernel, dy)[1]
     assert_near(module._differentiable_gradient(blocks, dy, kernel), expected, 1e-12)
-    y = F.conv2d(blocks, torch.zeros(32, 16, *[(size + 1) // 2] * 2).double()).requires_grad_()
-    batched = Batched.apply(y, blocks, kernel.requires_grad_())
+    batched = Batched.apply(torch.zeros_like(dy), blocks, kernel.requires_grad_())
     (found,) = torch.autograd.grad(batched, kernel, torch.stack([dy, 2 * dy]), is_grads_batched=True)
     assert_near(found, torch.stack([expected, 2 * expected]), 1e-12)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("kind", ["plain", "twice", "batched", "strided"])
-def test_gradients(kind):
-    x, kernel, dy = example("cuda")
-    _, expected = exact(x, kernel.bfloat16(), dy)
-    kernel.requires_grad_()
-    with torch.autocast("cuda", torch.bfloat16):
-        y = module.convolve_by_blocks(x, kernel)
-    assert type(y.grad_fn).__name__ == "_ConvolutionBackward"
-    assert y.is_contiguous(memory_format=torch.channels_last)
-    dy = dy.contiguous() if kind == "strided" else dy
-    if kind == "batched":
-        found = torch.autograd.grad(y, kernel, torch.stack([dy, 2 * dy]), is_grads_batched=True)[0]
-        assert_near(found[1], 2 * found[0].double(), 0.01)
-        found = found[0]
-    else:
-        (found,) = torch.autograd.grad(y, kernel, dy.requires_grad_(kind == "twice"), create_graph=kind == "twice")
-    assert found.dtype == torch.float32
-    assert found.requires_grad == (kind == "twice")
-    # cuDNN rounds the gradient to bfloat16.
-    assert_near(found.detach(), expected, 1e-4 if kind in ("plain", "strided") else 0.01)
-
-
-@pytest.mark.gpu
-def test_torch_convolves_what_the_kernels_do_not_support():
-    x, kernel, _ = example("cuda", outputs=20)
-    y = module.convolve_by_blocks(x, kernel.to(x.dtype).requires_grad_())
-    assert type(y.grad_fn).__name__ == "ConvolutionBackward0"
-    x, kernel, _ = example("cuda")
-    y = module.convolve_by_blocks(x.float(), kernel.requires_grad_())
-    assert type(y.grad_fn).__name__ == "ConvolutionBackward0"
-    y = module.convolve_by_blocks(x.requires_grad_(), kernel.detach().to(x.dtype))
-    assert type(y.grad_fn).__name__ == "ConvolutionBackward0"

@@ -78,6 +78,10 @@ def main():
             count += 1
     build(pixel_blocks.to_blocks, LAST, {"INPUTS": 3, "CHANNELS": 16, "P": 128, "V": 16}, "bf16", 1, (), {"x": "fp32"})
     count += 1
+    stem = {"TAPS": 4, "CHANNELS": 16, "OUT": 64, "INPUTS": 3, "SIZE": 7, "FRONT": 1, "P": 64}
+    for kernel, dtype in itertools.product((pixel_blocks.convolve, pixel_blocks.kernel_gradient), ("bf16", "fp16")):
+        build(kernel, LAST, stem, dtype, 1, ())
+        count += 1
     for kernel in (bias.forward, bias.backward):
         for sigmoid in (False, True):
             build(kernel, LAST, {"P": 16, "V": 64, "A": 16, "SIGMOID": sigmoid}, "bf16", 1, ())

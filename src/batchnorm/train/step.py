@@ -16,6 +16,7 @@ from ..layers import param_groups
 from ..models.bn_inception.blocks import InceptionModule, SeparableConv2d
 from ..models.bn_inception.joined_branches import as_neighbours
 from ..models.bn_inception.weight_gradients import WeightGradients
+from ..ops import dispatch
 from ..ops.cuda import driver
 from ..ops.cuda.graph_memsets import replace_memsets
 from .distributed import Ranks
@@ -278,12 +279,17 @@ class _Graph:
         for static, v in zip(self.inputs, inputs, strict=True):
             static.copy_(v)
         if self.graph is None:
-            self.graph = torch.cuda.CUDAGraph(keep_graph=True)
-            # Other threads, such as NCCL's watchdog, may call CUDA during the capture.
-            with torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local"):
-                self.function(*self.inputs)
-            if driver.unavailable() is None:
-                replace_memsets(self.graph.raw_cuda_graph())
-            self.graph.instantiate()
-            torch.cuda.synchronize()  # wait for the tables that the fused update copied during the capture
+            self.graph = self._capture(self.inputs)
         self.graph.replay()
+
+    def _capture(self, inputs: tuple[Tensor, ...]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        # Other threads, such as NCCL's watchdog, may call CUDA during the capture.
+        with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+            self.function(*inputs)
+        with torch.cuda.device(self.stream.device):
+            if dispatch.FAST and driver.unavailable() is None:
+                replace_memsets(graph.raw_cuda_graph())
+            graph.instantiate()
+        torch.cuda.synchronize()  # wait for the tables that the fused update copied during the capture
+        return graph

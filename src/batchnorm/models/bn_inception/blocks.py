@@ -206,8 +206,11 @@ class SeparableConv2d(nn.Sequential):
         if not _rearranged(self, x) or not self._is_as_built():
             return super().forward(x)  # type: ignore[no-any-return, no-untyped-call]
         weight, bias, stride = self.composed_weight(), self.pointwise.bias, self.depthwise.stride
-        blocks = self.by_blocks and stride == (2, 2)
-        y = convolve_by_blocks(x, weight, bias) if blocks else F.conv2d(x, weight, bias, stride, weight.shape[-1] // 2)
+        height, width = weight.shape[2:]
+        if self.by_blocks and stride == (2, 2) and height == width and height % 2:
+            y = convolve_by_blocks(x, weight, bias)
+        else:
+            y = F.conv2d(x, weight, bias, stride, self.depthwise.padding)
         note_stem(x, y)
         return y
 

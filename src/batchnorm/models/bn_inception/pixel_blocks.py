@@ -9,14 +9,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.grad import conv2d_weight
 
+from ...ops import dispatch
 from ...ops.cuda.autograd import DTYPES, HAS_TRITON
+from ...ops.cuda.cached_pass import processors
 from ...ops.cuda.schedule import power_up, up
 from ...ops.torch_state import is_forward_mode, is_unseen
+from . import channels_last
 
 BLOCKS = 128  # blocks per program
 
 
-class Tiling(NamedTuple):
+class PixelTiling(NamedTuple):
     """How a kernel divides its work: pixels at a time, warps, loads in flight, and programs per multiprocessor."""
 
     pixels: int
@@ -26,8 +29,28 @@ class Tiling(NamedTuple):
 
 
 # The fastest tilings that were tried on an H200 for the paper's stem.
-FORWARD = Tiling(64, 4, 1, 3)
-BACKWARD = Tiling(64, 8, 3, 1)
+FORWARD = PixelTiling(64, 4, 1, 3)
+BACKWARD = PixelTiling(64, 8, 3, 1)
+# With more outputs, or more values in a window, a program might need more shared memory than a GPU has.
+MAX_OUTPUTS, MAX_VALUES = 128, 256
+
+
+class Window(NamedTuple):
+    """The blocks that one output pixel depends on, for a convolution at stride 2 with an odd kernel size."""
+
+    taps: int  # blocks per side
+    front: int  # zero taps in front of the kernel, so that its first tap meets a block's first pixel
+    before: int  # blocks of padding before the image
+
+    @classmethod
+    def of(cls, size: int) -> Window:
+        """Return the window for a kernel of this size.
+
+        >>> Window.of(7)
+        Window(taps=4, front=1, before=2)
+        """
+        front = size // 2 % 2
+        return cls((size + 1) // 2, front, (size // 2 + front) // 2)
 
 
 def pixel_blocks(x: Tensor, before: int, taps: int) -> Tensor:
@@ -58,8 +81,13 @@ def pixel_blocks(x: Tensor, before: int, taps: int) -> Tensor:
 
 
 def _takes(x: Tensor) -> bool:
-    usual = HAS_TRITON and x.is_cuda and x.dtype in DTYPES and x.numel() > 0
+    usual = _has_kernels(x) and x.dtype in DTYPES and x.numel() > 0
     return usual and not x.requires_grad and is_unseen(x) and not is_forward_mode()
+
+
+def _has_kernels(x: Tensor) -> bool:
+    """Return whether Triton's kernels may run on the device of ``x``; they are untested on ROCm."""
+    return HAS_TRITON and dispatch.FAST and x.is_cuda and torch.version.hip is None
 
 
 def write_blocks(x: Tensor, blocks: Tensor, before: int) -> None:
@@ -76,33 +104,37 @@ def write_blocks(x: Tensor, blocks: Tensor, before: int) -> None:
 def convolve_by_blocks(x: Tensor, kernel: Tensor, bias: Tensor | None = None) -> Tensor:
     """Convolve at stride 2, with an odd kernel size K and padding K // 2, as a stride-1 convolution of 2x2 blocks.
 
-    In half precision on a GPU, a kernel multiplies a matrix of windows, one for each output pixel, by the weights. A
-    window's row of blocks is contiguous in memory, so it can be loaded at once. cuDNN loads each block separately,
-    which takes longer.
+    In half precision on a GPU, this is a matrix product with the windows of the output pixels as rows. A row of a
+    window is contiguous in memory, so it can be loaded at once. cuDNN loads each block separately, which takes longer.
+
+    Raises:
+        RuntimeError: if the image and the kernel have different numbers of channels.
     """
     inputs, size = kernel.shape[1], kernel.shape[-1]
-    # Add a zero tap at the kernel's start or end, so that its size is even and its first tap meets a block's first
-    # pixel.
-    front = size // 2 % 2
-    taps, before = (size + 1) // 2, (size // 2 + front) // 2
+    if x.shape[1] != inputs:
+        raise RuntimeError(f"the kernel is for {inputs} input channels, but the image has {x.shape[1]}")
+    taps, front, before = Window.of(size)
     blocks = pixel_blocks(x, before, taps)
-    if bias is None and _can_multiply(blocks, kernel, taps):
+    if bias is None and _can_convolve(blocks, kernel):
         y: Tensor = _Convolution.apply(blocks, kernel)  # type: ignore[no-untyped-call]
         return y
+    # Add the zero tap at the kernel's start or end, so that its size is even.
     kernel = F.pad(kernel, (front, 1 - front) * 2).unflatten(3, (taps, 2)).unflatten(2, (taps, 2))
     kernel = F.pad(kernel.permute(0, 2, 4, 3, 5, 1).flatten(3), (0, blocks.shape[1] - 4 * inputs))
     return F.conv2d(blocks, kernel.permute(0, 3, 1, 2), bias)
 
 
-def _can_multiply(blocks: Tensor, kernel: Tensor, taps: int) -> bool:
-    if not HAS_TRITON or not blocks.is_cuda or blocks.dtype not in (torch.bfloat16, torch.float16):
+def _can_convolve(blocks: Tensor, kernel: Tensor) -> bool:
+    if not _has_kernels(blocks) or torch.cuda.get_device_capability(blocks.device) < (8, 0):
         return False
-    outputs, values = kernel.shape[0], taps**2 * blocks.shape[1]
-    powers = outputs == power_up(outputs) and values == power_up(values) and min(outputs, values) >= 16
-    same = kernel.dtype == blocks.dtype or torch.is_autocast_enabled("cuda")
-    dense = blocks.movedim(1, -1).is_contiguous() and 0 < blocks.numel() < 2**31
+    outputs, taps = len(kernel), Window.of(kernel.shape[-1]).taps
+    values = taps**2 * blocks.shape[1]
+    powers = outputs == power_up(outputs) and values == power_up(values)
+    fits = 16 <= outputs <= MAX_OUTPUTS and 16 <= values <= MAX_VALUES and taps <= min(blocks.shape[2:])
+    half = blocks.dtype in (torch.bfloat16, torch.float16) and kernel.device == blocks.device
+    cast = torch.is_autocast_enabled("cuda") and kernel.dtype in DTYPES
     plain = is_unseen(blocks, kernel) and not is_forward_mode() and not blocks.requires_grad
-    return powers and same and dense and plain
+    return powers and fits and half and plain and (cast or kernel.dtype == blocks.dtype) and blocks.numel() < 2**31
 
 
 class _Convolution(torch.autograd.Function):
@@ -110,24 +142,26 @@ class _Convolution(torch.autograd.Function):
     def forward(ctx: Any, blocks: Tensor, kernel: Tensor) -> Tensor:
         ctx.save_for_backward(blocks, kernel)
         n, _, rows, columns = blocks.shape
-        outputs, taps = len(kernel), (kernel.shape[-1] + 1) // 2
-        y = blocks.new_empty(n, rows - taps + 1, columns - taps + 1, outputs)
-        multiply(blocks.movedim(1, -1), kernel.contiguous(), y)
-        return y.movedim(-1, 1)
+        more = Window.of(kernel.shape[-1]).taps - 1
+        y = channels_last.empty(blocks, (n, len(kernel), rows - more, columns - more))
+        run_convolve(blocks.movedim(1, -1), kernel.contiguous(), y.movedim(1, -1))
+        return y
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         blocks, kernel = ctx.saved_tensors
-        if torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(dy):  # is_grads_batched=True
+        batched = torch._C._functorch.is_legacy_batchedtensor(dy)  # is_grads_batched=True
+        if torch.is_grad_enabled() or batched or not is_unseen(dy, blocks, kernel):
             return None, _differentiable_gradient(blocks, dy, kernel)
-        dy = dy.to(blocks.dtype).movedim(1, -1).contiguous()
-        return None, kernel_gradient(blocks.movedim(1, -1), dy, kernel.shape).to(kernel.dtype)
+        # Saved-tensor hooks such as save_on_cpu may change the layout of blocks.
+        found = run_kernel_gradient(blocks.movedim(1, -1).contiguous(), dy.movedim(1, -1).contiguous(), kernel.shape)
+        return None, found.to(kernel.dtype)
 
 
 def _differentiable_gradient(blocks: Tensor, dy: Tensor, kernel: Tensor) -> Tensor:
-    """Return the kernel's gradient, computed by torch, without the padding that :func:`convolve_by_blocks` adds."""
+    """Return the kernel's gradient by operations of torch; this undoes the padding in :func:`convolve_by_blocks`."""
     outputs, inputs, size, _ = kernel.shape
-    taps, front = (size + 1) // 2, size // 2 % 2
+    taps, front, _ = Window.of(size)
     found: Tensor = conv2d_weight(blocks, (outputs, blocks.shape[1], taps, taps), dy)[:, : 4 * inputs]
     # A batch of gradients supports reshape, but not unflatten.
     found = found.reshape(outputs, 2, 2, inputs, taps, taps).permute(0, 3, 4, 1, 5, 2)
@@ -135,7 +169,7 @@ def _differentiable_gradient(blocks: Tensor, dy: Tensor, kernel: Tensor) -> Tens
     return found[..., front : front + size, front : front + size].to(kernel.dtype)
 
 
-def multiply(blocks: Tensor, kernel: Tensor, y: Tensor) -> None:
+def run_convolve(blocks: Tensor, kernel: Tensor, y: Tensor) -> None:
     """Run the Triton kernel that convolves blocks.
 
     Args:
@@ -145,31 +179,44 @@ def multiply(blocks: Tensor, kernel: Tensor, y: Tensor) -> None:
     """
     from .triton.pixel_blocks import convolve
 
-    _launch(convolve, FORWARD, _programs(FORWARD, y), blocks, kernel, y, y, kernel.shape)
+    numbers = (*_numbers(y), *_constants(blocks, kernel.shape), FORWARD.pixels)
+    with torch.cuda.device_of(y):  # Triton launches on the current device
+        convolve[(_programs(FORWARD, y),)](blocks, kernel, y, *numbers, **_options(FORWARD))
 
 
-def kernel_gradient(blocks: Tensor, dy: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return the float32 gradient of a kernel of this shape; ``dy`` is the gradient of :func:`multiply`'s output."""
-    from .triton import pixel_blocks
+def run_kernel_gradient(blocks: Tensor, dy: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return the gradient, in float32, of a kernel of this shape.
+
+    Args:
+        blocks: dense, of shape (N, rows, columns, channels).
+        dy: the gradient of the output of :func:`run_convolve`; dense.
+        shape: (outputs, inputs, K, K).
+    """
+    from .triton.pixel_blocks import kernel_gradient
 
     programs = _programs(BACKWARD, dy)
     partial = torch.empty(programs, *shape, dtype=torch.float32, device=dy.device)
-    _launch(pixel_blocks.kernel_gradient, BACKWARD, programs, blocks, dy, partial, dy, shape)
+    numbers = (*_numbers(dy), *_constants(blocks, shape), BACKWARD.pixels)
+    with torch.cuda.device_of(dy):
+        kernel_gradient[(programs,)](blocks, dy, partial, *numbers, **_options(BACKWARD))
     return partial.sum(0)
 
 
-def _programs(tiling: Tiling, y: Tensor) -> int:
+def _programs(tiling: PixelTiling, y: Tensor) -> int:
     tiles = up(y.numel() // y.shape[-1], tiling.pixels)
-    if not y.is_cuda:  # Triton's interpreter
-        return min(tiles, tiling.programs)
-    return min(tiles, tiling.programs * torch.cuda.get_device_properties(y.device).multi_processor_count)
+    return min(tiles, tiling.programs * processors(y.device))
 
 
-def _launch(
-    kernel: Any, tiling: Tiling, programs: int, blocks: Tensor, a: Tensor, b: Tensor, y: Tensor, shape: tuple[int, ...]
-) -> None:
+def _numbers(y: Tensor) -> tuple[int, int, int]:
+    n, rows, columns, _ = y.shape
+    return n * rows * columns, rows, columns
+
+
+def _constants(blocks: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
     outputs, inputs, size, _ = shape
-    sizes = (y.numel() // outputs, *y.shape[1:3], (size + 1) // 2, blocks.shape[-1], outputs, inputs, size)
-    with torch.cuda.device_of(blocks):  # Triton launches on the current device
-        rest = (*sizes, size // 2 % 2, tiling.pixels)
-        kernel[(programs,)](blocks, a, b, *rest, num_warps=tiling.warps, num_stages=tiling.stages)
+    taps, front, _ = Window.of(size)
+    return taps, blocks.shape[-1], outputs, inputs, size, front
+
+
+def _options(tiling: PixelTiling) -> dict[str, int]:
+    return {"num_warps": tiling.warps, "num_stages": tiling.stages}

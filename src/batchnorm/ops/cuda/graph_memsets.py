@@ -15,9 +15,10 @@ import torch
 
 from . import driver
 
-THREADS, WORDS = 256, 4  # of fill.cu: threads per block, and words per thread
-_KERNEL, _MEMSET = 0, 2  # CU_GRAPH_NODE_TYPE_KERNEL, CU_GRAPH_NODE_TYPE_MEMSET
+THREADS = 256  # per block; each thread of fill.cu writes a word
+_KERNEL, _MEMSET, _MEMORY = 0, 2, (10, 11)  # CU_GRAPH_NODE_TYPE_KERNEL, _MEMSET, _MEM_ALLOC and _MEM_FREE
 _PRIORITY = 8  # CU_LAUNCH_ATTRIBUTE_PRIORITY
+_LOSSY = 402  # CUDA_ERROR_LOSSY_QUERY
 
 
 class _Memset(ctypes.Structure):
@@ -57,17 +58,20 @@ class _Kernel(ctypes.Structure):
 def replace_memsets(graph: int) -> int:
     """Replace memsets in a captured graph that is not instantiated yet, and return how many were replaced.
 
-    A memset that fill.cu cannot replace stays as it is, for example if it is two-dimensional or does not fill whole
-    32-bit words.
+    A memset is not replaced if it is two-dimensional, does not fill whole 32-bit words with one value, or has
+    programmatic dependencies. If the graph allocates or frees memory, none is replaced, because the driver then does
+    not remove nodes.
 
     Args:
         graph: the graph's handle, from ``torch.cuda.CUDAGraph.raw_cuda_graph``.
     """
     run = driver.library()
+    kinds = {node: _kind(node) for node in _nodes(run.cuGraphGetNodes, graph) or ()}
+    if any(kind in _MEMORY for kind in kinds.values()):
+        return 0
     replaced = 0
-    for node in _nodes(run.cuGraphGetNodes, graph) or ():
-        if _kind(node) != _MEMSET:
-            continue
+    # From last to first, so that a memset before another one gets the priority of the kernels behind both.
+    for node in (node for node, kind in reversed(kinds.items()) if kind == _MEMSET):
         memset = _Memset()
         driver.check(run.cuGraphMemsetNodeGetParams(c_void_p(node), byref(memset)))
         words = memset.words()
@@ -86,7 +90,7 @@ def _add_fill(graph: int, memset: _Memset, words: int, before: list[int]) -> c_v
     """Add a kernel that does the work of a memset and depends on the nodes ``before``."""
     given = (c_uint64(memset.address), c_uint64(words), c_uint(memset.value))
     pointers = (c_void_p * len(given))(*map(ctypes.addressof, given))
-    grid, block = (c_uint * 3)(-(-words // (THREADS * WORDS)), 1, 1), (c_uint * 3)(THREADS, 1, 1)
+    grid, block = (c_uint * 3)(-(-words // THREADS), 1, 1), (c_uint * 3)(THREADS, 1, 1)
     kernel = _Kernel(_fill(torch.cuda.current_device()), grid, block, 0, ctypes.addressof(pointers), None, None, None)
     new = c_void_p()
     add = driver.library().cuGraphAddKernelNode_v2
@@ -100,13 +104,15 @@ def _fill(device: int) -> int:
 
 
 def _nodes(query: Any, of: int) -> list[int] | None:
-    """Return the nodes that a driver function lists; None if it cannot list them, as with programmatic dependencies."""
+    """Return the nodes that a function of the driver lists; None if some dependencies are programmatic."""
     count = c_size_t()
-    if query(c_void_p(of), None, byref(count)):
-        return None
+    result = query(c_void_p(of), None, byref(count))
     found = (c_void_p * count.value)()
-    if count.value and query(c_void_p(of), found, byref(count)):
+    if not result and count.value:
+        result = query(c_void_p(of), found, byref(count))
+    if result == _LOSSY:
         return None
+    driver.check(result)
     return [int(node or 0) for node in found]
 
 
@@ -117,13 +123,14 @@ def _kind(node: int) -> int:
 
 
 def _priority(nodes: list[int]) -> int:
-    """Return the priority of the first kernel among ``nodes``; 0, the lowest, if there is none."""
-    value = (c_int * 16)()  # CUlaunchAttributeValue, a union of 64 bytes
+    """Return the highest priority of the kernels among ``nodes``, which is the lowest number; 0 if there are none."""
+    found = [0]
     for node in nodes:
         if _kind(node) == _KERNEL:
+            value = (c_int * 16)()  # CUlaunchAttributeValue, a union of 64 bytes
             driver.check(driver.library().cuGraphKernelNodeGetAttribute(c_void_p(node), _PRIORITY, value))
-            break
-    return int(value[0])
+            found.append(value[0])
+    return min(found)
 
 
 def _array(nodes: list[Any]) -> Any:
