@@ -31,9 +31,9 @@ def fig1(
 ) -> None:
     """Time ``reproduce fig1`` against the same experiment in plain eager PyTorch, both as whole commands.
 
-    Both train with autograd and ``torch.optim.SGD``. The eager command uses ``torch.nn``'s layer, trains one network
-    after the other on torch's default number of threads, evaluates every 1,000 steps and writes no files. The command
-    ``reproduce fig1`` uses this library's layer with one thread per network, evaluates more often, monitors the
+    Both train with autograd and ``torch.optim.SGD``. The eager command uses the layer of ``torch.nn``, trains one
+    network after the other on torch's default number of threads, evaluates every 1,000 steps and writes no files. The
+    command ``reproduce fig1`` uses this library's layer with one thread per network, evaluates more often, monitors the
     networks, and writes checkpoints, the figure and the report.
 
     Args:

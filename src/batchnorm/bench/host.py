@@ -79,7 +79,7 @@ def microseconds(step: Step) -> float:
 
 
 def host(rounds: int = 11, out: Path = Path("runs/bench/host.json")) -> list[dict[str, Any]]:
-    """Time how long eager layers keep the host busy, compared with ``torch.nn``'s layers.
+    """Time how long eager layers keep the host busy, compared with layers of ``torch.nn``.
 
     Args:
         rounds: number of times each pair is timed.

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import gc
 import math
 import statistics
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Literal, NamedTuple
@@ -25,6 +24,7 @@ from ..network_factory import UserCodeError, make_network
 from ..ops.cuda import extension
 from ..population import estimate_
 from ..surgery import convert
+from .cpu import keep_freed_memory
 
 Mode = Literal[
     "eager", "graph", "compiled", "backend", "dynamic", "reduce-overhead", "max-autotune",
@@ -455,24 +455,14 @@ def _row(pair: Pair, mode: Mode, i: int, stock: Prepared, form: Prepared, rounds
     }
 
 
-def _keep_freed_memory() -> None:
-    """Tell glibc not to return freed memory to the system.
-
-    Two networks that take turns in one process fragment its heap. Then glibc returns memory in every step, and the page
-    faults that follow take up to a tenth of the time. A network that trains alone does not cause them.
-    """
-    with suppress(AttributeError, OSError, TypeError):  # systems without glibc
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD
-        mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: its largest value
-
-
 def results_of(job: NetworkJob, settings: Settings) -> Iterator[tuple[Measurement, list[Row]] | str]:
     """Yield each measurement of a job with its rows, and ``TURN`` whenever timing is about to start."""
     if settings.cudnn_benchmark:
         torch.backends.cudnn.benchmark = True
     if not settings.on_gpu:
-        _keep_freed_memory()
+        # Two networks that take turns in one process fragment its heap. Then glibc would return memory in every step,
+        # and the page faults that follow would take up to a tenth of the time.
+        keep_freed_memory()
     try:
         pair = convert_pair(job.network, settings)
     except Exception as error:  # record the error in the rows and continue with the other networks

@@ -75,8 +75,7 @@ class _Training:
         self.batches = self._open(splits[0], recipe.batch_size, train=True)
         self.validation = self._open(splits[1], options.evaluate_batch, train=False)
         if self.validation.classes != self.batches.classes:
-            counts = f"train has {len(self.batches.classes)}, val has {len(self.validation.classes)}"
-            raise ValueError(f"{options.data}: train and val must have the same classes ({counts})")
+            raise ValueError(f"{options.data}: {_class_mismatch(self.batches.classes, self.validation.classes)}")
         cuda = here.device.type == "cuda"
         self.bf16 = cuda if options.precision == "auto" else options.precision == "bf16"
         self.net = recipe.network(len(self.batches.classes))
@@ -330,3 +329,15 @@ class _Training:
             decoded=options.decoded,
             device=self.ranks.device,
         )
+
+
+def _class_mismatch(train: tuple[str, ...], val: tuple[str, ...]) -> str:
+    """Describe how the classes of the two splits differ.
+
+    >>> _class_mismatch(("cat", "dog"), ("cat", "fish"))
+    "train and val must have the same classes, but only train has 'dog'"
+    """
+    single = sorted({*train} ^ {*val})
+    split = "train" if single and single[0] in train else "val"
+    how = f"only {split} has {single[0]!r}" if single else "their order differs"
+    return f"train and val must have the same classes, but {how}"

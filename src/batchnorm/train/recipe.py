@@ -89,7 +89,7 @@ class Recipe:
     weight_decay: float = 2e-4  # not in the paper: five times TF-slim's 4e-5; not applied to gamma and beta
     """weight of the L2 loss on all parameters but gamma and beta"""
     decay: float = 0.96  # not in the paper; this is GoogLeNet's value
-    """factor by which the learning rate is multiplied every decay_epochs epochs"""
+    """factor by which the learning rate is multiplied every --decay-epochs epochs"""
     decay_epochs: float = 8.0  # not in the paper; this is GoogLeNet's value
     """epochs between decays of the learning rate"""
     batch_size: int = 32

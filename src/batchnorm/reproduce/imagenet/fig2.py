@@ -112,7 +112,7 @@ class Studies:
     def read(cls, options: Fig2) -> Studies:
         """Read the plans and all their result files."""
         folder, out = options.all_results, options.out
-        if options.plan is not None and str(options.plan) not in FURTHER:
+        if str(options.plan or "fig2") not in ("fig2", *FURTHER):
             return cls(Study.read(options.plan, folder, out))
         paper_rates, dropped = (Study.read(Path(name), folder / name, out) for name in FURTHER)
         return cls(Study.read(None, folder, out), paper_rates if paper_rates.finished else None, dropped)
