@@ -70,8 +70,15 @@ def _listing(folder: str) -> str:
 
 
 def _readme_results() -> str:
-    found = README_RESULTS.search((ROOT / "README.md").read_text())
-    return _from_root(found[1]) if found else ""
+    """Return the tables of each section of README that has some, below the section's heading."""
+    first, *sections = re.split(r"^## ", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    parts = []
+    for title, text in (("Compared with other tools", first), *(section.split("\n", 1) for section in sections)):
+        if found := README_RESULTS.findall(text):
+            parts += [f"### {title}", *found]
+    if len(parts) < 4:
+        raise PluginError("README.md has no results for the page results.md")
+    return _from_root("\n\n".join(parts))
 
 
 def _result_files() -> str:

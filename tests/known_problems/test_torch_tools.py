@@ -39,7 +39,7 @@ def test_update_bn_keeps_frozen_statistics():
 @pytest.mark.parametrize(("options", "lost"), EXTRAS)
 def test_convert_sync_batchnorm_raises(options, lost):
     net = network(**options)
-    with pytest.raises(RuntimeError, match=rf"convert_sync_batchnorm would drop {lost}; set layer.statistics"):
+    with pytest.raises(RuntimeError, match=rf"convert_sync_batchnorm would drop {lost}; use layers with statistics="):
         synchronized(net)
     assert type(net[1]) is bn.BatchNorm2d
 

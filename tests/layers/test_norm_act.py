@@ -103,7 +103,7 @@ def test_copies_and_the_way_back():
     assert repr(back) == repr(net)
     torch.testing.assert_close(back(x), net(x), **CLOSE)
     again = bn.convert(converted, x)
-    assert "nothing changed: convert found nothing more to convert or fuse" in again.report.notes
+    assert "nothing changed: there is nothing to convert or fuse" in again.report.notes
 
 
 def test_pickles():

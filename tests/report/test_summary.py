@@ -17,7 +17,7 @@ def write(folder, *more):
         row,
         {**row, "batch": 32, "examples": 32, "speedup": 0.9},
         {**row, "mode": "graph", "examples": 128, "speedup": 1.5},
-        {**row, "network": "timm/resnet50", "speedup": 1.4},
+        {**row, "network": "timm/resnet50", "speedup": 1.4, "interval": [0.9, 1.8]},
         {"network": "torchvision/resnet18", "mode": "eager", "batch": 256, "failed": "the loss | differs"},
         *({**row, **one} for one in more),
     ]
@@ -37,11 +37,12 @@ def test_networks(tmp_path):
     assert lines[2:7] == [
         "| network | eager, 256 | eager, 32 | graph, 256 |",
         "|---|---|---|---|",
-        "| resnet50 (timm) | 1.40 |  |  |",
+        "| resnet50 (timm) | *1.40* |  |  |",
         "| resnet50 (torchvision) | 1.30 | 0.90 | 1.50* |",
         "| resnet18 | failed |  |  |",
     ]
-    assert "1 of 2 goals are reached; missed: memory 1.27 (goal: at most 1.02)." in lines[-1]
+    assert "1 of the 2 goals in the file are reached; missed: memory 1.27 (goal: at most 1.02)." in lines[-1]
+    assert "If a speedup is in italics, its 95% interval includes 1." in lines[-1]
     assert "Not measured yet: compiled, backend." in lines[-1]
     assert lines[-1].endswith("* Measured with a smaller batch, because the full batch does not fit into memory.")
 

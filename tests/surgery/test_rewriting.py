@@ -1109,7 +1109,7 @@ def test_converting_twice_changes_nothing_and_says_so():
     twice = bn.convert(once, image())
     assert [type(m) for m in twice.modules()] == [type(m) for m in once.modules()]
     assert fused(twice) == fused(once)
-    assert "nothing changed: convert found nothing more to convert or fuse" in twice.report.notes
+    assert "nothing changed: there is nothing to convert or fuse" in twice.report.notes
     assert not any("nothing changed" in note for note in once.report.notes)
 
 

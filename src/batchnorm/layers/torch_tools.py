@@ -18,7 +18,7 @@ _FOLD = "use batchnorm.fold(net, example)"
 # Each tool reads a layer's running mean. The key is the module and name of the function that reads it.
 TOOLS = {
     ("torch.nn.modules.batchnorm", "convert_sync_batchnorm"): Tool(
-        "torch.nn.SyncBatchNorm.convert_sync_batchnorm", "set layer.statistics = batchnorm.Sync()", False
+        "torch.nn.SyncBatchNorm.convert_sync_batchnorm", "use layers with statistics=batchnorm.Sync() instead", False
     ),
     ("torch.nn.utils.fusion", "fuse_conv_bn_eval"): Tool("torch.nn.utils.fuse_conv_bn_eval", _FOLD, True),
     ("torch.nn.utils.fusion", "fuse_linear_bn_eval"): Tool("torch.nn.utils.fuse_linear_bn_eval", _FOLD, True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from pathlib import Path
 
@@ -117,19 +118,23 @@ def _speedup(row: Result | None) -> str:
         return ""
     if "failed" in row:
         return "stock failed" if row["failed"].startswith("stock: ") else "failed"
-    return f"{row['speedup']:.2f}{'' if row['examples'] == row['batch'] else HALVED}"
+    text = f"{row['speedup']:.2f}{'' if row['examples'] == row['batch'] else HALVED}"
+    low, high = row.get("interval", (math.inf, math.inf))
+    return f"*{text}*" if low <= 1 <= high else text
 
 
 def _footnotes(result: Result, measured: list[str]) -> str:
-    """Say which goals are missed, which modes are not measured, and whether batches were halved."""
+    """Say which goals are missed, which modes are not measured, what italics mean, and whether batches were halved."""
     judged = [bar for bar in result["bars"] if bar["reached"] is not None]
     missed = [
         f"{bar['what']} {bar['measured']:.2f} (goal: at {'least' if bar['at_least'] else 'most'} {bar['wanted']:g})"
         for bar in judged
         if not bar["reached"]
     ]
-    told = [f"{len(judged) - len(missed)} of {len(judged)} goals are reached"]
+    told = [f"{len(judged) - len(missed)} of the {len(judged)} goals in the file are reached"]
     told[0] += f"; missed: {'; '.join(missed)}." if missed else "."
+    if any(_speedup(row).startswith("*") for row in result["rows"] if row["mode"] in MODES):
+        told.append("If a speedup is in italics, its 95% interval includes 1.")
     if left := [mode for mode in MODES if mode not in measured]:
         told.append(f"Not measured yet: {', '.join(left)}.")
     halved = [

@@ -139,7 +139,7 @@ def convert(
         counts.append((count(graph, taken), taken))
     sites = list(_sites(net, layers, refused, counts, unfused, done, graphs))
     if not _changes(net, result):
-        notes.append("nothing changed: convert found nothing more to convert or fuse")
+        notes.append("nothing changed: there is nothing to convert or fuse")
     return attach(result, VerbReport("convert", tuple(sites), error, tuple(notes), headline(counts)))
 
 

@@ -9,6 +9,7 @@ import statistics
 import tomllib
 from collections.abc import Container, Sequence
 from dataclasses import asdict, dataclass
+from difflib import get_close_matches
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -57,13 +58,15 @@ class Plan:
 
     def chosen(self, groups: Sequence[str], names: Sequence[str]) -> list[PlannedRun]:
         """Return the runs that are in these groups and have these names; empty sequences allow all groups or names."""
+        known = [*(run.name for run in self.runs), *self.waiting]
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            near = get_close_matches(unknown[0], known, 3)
+            listed = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(known)}"
+            raise ValueError(f"the plan has no run named {', '.join(unknown)}; {listed}")
         early = [name for name in names if name in self.waiting]
         if early:
             raise ValueError(f"{early[0]} cannot run yet: it needs {self.waiting[early[0]]}")
-        unknown = [name for name in names if name not in {run.name for run in self.runs}]
-        if unknown:
-            listed = ", ".join(run.name for run in self.runs)
-            raise ValueError(f"the plan has no run named {', '.join(unknown)}; it has {listed}")
         return [run for run in self.runs if (not groups or run.group in groups) and (not names or run.name in names)]
 
 
