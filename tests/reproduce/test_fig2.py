@@ -268,7 +268,7 @@ def test_the_committed_plan_is_complete(tmp_path):
     assert set(plan.waiting.values()) == {"the sweep of inception", "the sweep of bn-baseline", "the sweep of bn-x5"}
     with pytest.raises(ValueError, match="bn-x5-seed1 cannot run yet: it needs the sweep of inception"):
         plan.chosen((), ("bn-x5-seed1",))
-    with pytest.raises(ValueError, match="no run named bn-x5-seed9; did you mean .*bn-x5-seed1"):
+    with pytest.raises(ValueError, match=r"no run named bn-x5-seed9; did you mean .*bn-x5-seed1"):
         plan.chosen((), ("bn-x5-seed1", "bn-x5-seed9"))
     for run in plan.runs:  # the best of each: the third rate
         third = sorted(one.recipe.rate for one in plan.runs if one.variant == run.variant)[2]
