@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -253,6 +254,8 @@ def test_paths_that_are_neither_layout(tmp_path, sets):
     with pytest.raises(FileNotFoundError, match=r"has neither train/CLASS/\*.jpg nor train-\*.tar; it holds: pictures"):
         open_images(tmp_path, **options)
     (tmp_path / "train" / "ant").mkdir(parents=True)
+    with pytest.raises(FileNotFoundError, match=rf"it holds: ant; did you mean {re.escape(str(tmp_path))}\?"):
+        open_images(tmp_path / "train", **options)
     with pytest.raises(FileNotFoundError, match="has no images"):
         open_images(tmp_path, **options)
     (tmp_path / "train-0.tar").touch()

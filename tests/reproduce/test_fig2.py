@@ -270,6 +270,8 @@ def test_the_committed_plan_is_complete(tmp_path):
         plan.chosen((), ("bn-x5-seed1",))
     with pytest.raises(ValueError, match=r"no run named bn-x5-seed9; did you mean .*bn-x5-seed1"):
         plan.chosen((), ("bn-x5-seed1", "bn-x5-seed9"))
+    with pytest.raises(FileNotFoundError, match="paperrates: no such file; the library's plans are fig2, paper-rates"):
+        read_plan("fig2", Path("paperrates"))
     for run in plan.runs:  # the best of each: the third rate
         third = sorted(one.recipe.rate for one in plan.runs if one.variant == run.variant)[2]
         result = {"top1": 0.3 if run.recipe.rate == third else None}

@@ -375,8 +375,9 @@ def networks(
         judged = [{**bar._asdict(), "reached": bar.reached} for bar in bars(rows.values(), device)]
         content = {"machine": machine_here, "settings": asdict(settings), "bars": judged, "rows": [*rows.values()]}
         write_result(out, QUESTION, **content)
-    for bar in bars(rows.values(), device):
-        print(bar.line())
+    if {*NETWORKS} <= {row["network"] for row in rows.values()}:  # the goals are for these networks
+        for bar in bars(rows.values(), device):
+            print(bar.line())
     if any("failed" not in row and row["mode"] in MODE_NAMES for row in rows.values()):
         picture_beside(out, draw)
     if left := _count(plan(networks, modes, batches, rows)):

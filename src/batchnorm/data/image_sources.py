@@ -202,8 +202,9 @@ def open_source(path: str | Path, split: str) -> ImageSource:
     if (root / split).is_dir():
         return FolderSource.open(root, split)
     found = sorted(entry.name for entry in root.iterdir())[:8]
+    hint = f"; did you mean {root.parent}?" if (root.parent / split).is_dir() else ""
     raise FileNotFoundError(
-        f"{root} has neither {split}/CLASS/*.jpg nor {split}-*.tar; it holds: {', '.join(found) or 'nothing'}"
+        f"{root} has neither {split}/CLASS/*.jpg nor {split}-*.tar; it holds: {', '.join(found) or 'nothing'}{hint}"
     )
 
 

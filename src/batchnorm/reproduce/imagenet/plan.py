@@ -95,6 +95,8 @@ def read_plan(figure: Literal["fig2", "fig4"], path: Path | None = None, results
     named = path is None or (str(path) in LIBRARY and not path.exists())
     file = files(__package__).joinpath(f"{path or figure}.toml") if named else path
     assert file is not None
+    if not file.is_file():
+        raise FileNotFoundError(f"{path}: no such file; the library's plans are {', '.join(LIBRARY)}")
     where, text = str(file), file.read_bytes()
     try:
         content = tomllib.loads(text.decode())
