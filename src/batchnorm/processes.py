@@ -185,7 +185,7 @@ def _run(pool: Sequence[Remote], work: Work, jobs: Sequence[tuple[Any, ...]], se
             yield outcome
         if not busy:
             if waiting and not idle:
-                raise RuntimeError(f"all worker processes died before {len(waiting)} jobs were done")
+                raise RuntimeError(f"all worker processes died; {len(waiting)} jobs were not started")
             return
         worker, number, job = busy.pop(wait(list(busy))[0])
         outcome = _outcome(number, job, worker.result)

@@ -245,7 +245,8 @@ def _percentiles(table: Any) -> Percentiles:
 
 def _change(table: Any) -> Change:
     if not (isinstance(table, dict) and table.keys() == set(Change._fields) and all(map(_is_number, table.values()))):
-        raise ValueError(f"{_short(table)} does not hold the two numbers {' and '.join(Change._fields)}")
+        keys = " and ".join(map(repr, Change._fields))
+        raise ValueError(f"{_short(table)} is not an object with exactly the numbers {keys}")
     return Change(**{key: _float(value) for key, value in table.items()})
 
 

@@ -192,7 +192,7 @@ def _rates(r: Result) -> list[str]:
         if n["times fewer steps"]
     ]
     if at_best:
-        told.append(f"With each network at its own best rate, {', '.join(at_best)}.")
+        told.append(f"With each network at its own best rate, {'; '.join(at_best)}.")
     if found := [verdict["verdict"] for verdict in r.get("verdicts", ())]:
         counts = [f"{n} {what}" for what in ("confirmed", "refuted", "not resolved") if (n := found.count(what))]
         told.append(f"The paper's claims: {', '.join(counts)} ([table](docs/fig2.md#what-the-paper-found)).")

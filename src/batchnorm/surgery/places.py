@@ -59,11 +59,11 @@ class Place:
 
 
 class Candidate(NamedTuple):
-    """A place (None if it cannot be normalized), its report entry if skipped, and whether it is chosen by default."""
+    """An output that ``insert`` may normalize."""
 
-    place: Place | None
-    site: Site
-    default: bool = False
+    place: Place | None  # None if it can never be chosen
+    site: Site  # its entry in the report if it is not chosen
+    default: bool = False  # whether it is chosen without ``where``
 
 
 class Reach(NamedTuple):

@@ -159,8 +159,9 @@ class TrainedRun:
 def load(run: str | os.PathLike[str], *, device: torch.device | str = "cpu", trust: bool = False) -> TrainedRun:
     """Load a finished run of ``batchnorm train``: its network, classes, recipe, preprocessing and metrics.
 
-    The weights are read from safetensors and the rest with ``weights_only=True``, so a file from elsewhere cannot run
-    code. Both are checked against the SHA-256 in their manifest. If the run trained a network of your own, loading
+    The weights are read from safetensors, the training state with ``weights_only=True``, and the recipe and metrics
+    from JSON, so a file from elsewhere cannot run code. The weights and the training state are checked against the
+    SHA-256 in their manifest. If the run trained a network of your own, loading
     calls the function that recipe.json names, and therefore needs ``trust=True``. Networks of the paper, torchvision
     and timm load without ``trust``.
 

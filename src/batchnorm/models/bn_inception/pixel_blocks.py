@@ -39,7 +39,7 @@ class Window(NamedTuple):
     """The blocks that one output pixel depends on, for a convolution at stride 2 with an odd kernel size."""
 
     taps: int  # blocks per side
-    front: int  # zero taps in front of the kernel, so that its first tap meets a block's first pixel
+    front: int  # 1 if the kernel needs a zero in front, so that it starts at a block's first pixel; else 0
     before: int  # blocks of padding before the image
 
     @classmethod

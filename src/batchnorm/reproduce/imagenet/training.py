@@ -111,7 +111,7 @@ class TakenMember:
         return self.member.name
 
     def finished(self) -> bool:
-        """Return whether the member is evaluated with these weights."""
+        """Return whether the member's result file was computed from this run's weights."""
         return self.member.finished() and self.member.read()["weights"] == self.saved.weights
 
     def __call__(self) -> None:

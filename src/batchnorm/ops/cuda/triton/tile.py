@@ -105,7 +105,7 @@ def sample(x, strides, first, last, channel, shape, FORM: tl.constexpr):
 
 @triton.jit
 def totals(s, t, FORM: tl.constexpr):
-    """Sum two tiles per channel in one reduction, which has half the latency of two reductions."""
+    """Return the sums per channel of each of two tiles; one reduction computes both, with half the latency of two."""
     both = tl.join(s, t)
     if FORM[0]:
         return tl.split(tl.sum(both, 0))
