@@ -196,8 +196,8 @@ def _check_table(where: str, table: Any, known: Sequence[str]) -> None:
     for key, value in table.items():
         if key not in known:
             raise ValueError(
-                f"{where}: unknown key {key}; known keys are {', '.join(known)}. Fields of a recipe go into [recipe], for"
-                " all runs, or into a single run"
+                f"{where}: unknown key {key}; known keys are {', '.join(known)}. Fields of a recipe go into [recipe],"
+                " for all runs, or into a single run"
             )
         if key in ("evaluate_every", *EVERYWHERE) and not (type(value) is int and value > 0):
             raise ValueError(f"{where}: {key}={value!r}: must be a positive integer")
