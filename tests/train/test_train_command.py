@@ -66,7 +66,7 @@ def test_help_says_what_each_recipe_has(capsys, monkeypatch):
     text = "".join(capsys.readouterr().out.replace("│", " ").split())
     overrides = text.partition("fieldsoftherecipetochange")[2]
     assert "None" not in overrides
-    assert "--decayFLOATfactorbywhichthelearningrateismultipliedeverydecay_epochsepochs(default:0.96)" in overrides
+    assert "--decayFLOATfactorbywhichthelearningrateismultipliedevery--decay-epochsepochs(default:0.96)" in overrides
     assert "(default:0.045;0.0015ininception,bn-baseline,inception-sigmoid;0.0075inbn-x5," in overrides
     assert "(default:none;5binbn-x30-per-activation," in overrides
 
