@@ -133,7 +133,7 @@ def _footnotes(result: Result, measured: list[str]) -> str:
     ]
     told = [f"{len(judged) - len(missed)} of the {len(judged)} goals in the file are reached"]
     told[0] += f"; missed: {'; '.join(missed)}." if missed else "."
-    if any(_speedup(row).startswith("*") for row in result["rows"] if row["mode"] in MODES):
+    if any(_speedup(row).startswith("*") for row in result["rows"]):
         told.append("If a speedup is in italics, its 95% interval includes 1.")
     if left := [mode for mode in MODES if mode not in measured]:
         told.append(f"Not measured yet: {', '.join(left)}.")
