@@ -1,6 +1,7 @@
 import atexit
 import os
 import shutil
+import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -18,6 +19,7 @@ if not os.access(os.path.expanduser("~"), os.W_OK):  # torch, Triton, matplotlib
 import pytest
 import torch
 from _pytest.doctest import DoctestModule
+from emulate import compiler
 from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)  # if a plugin imported torch before
@@ -46,6 +48,15 @@ def shared_folder(tmp_path_factory):
         return base / name
 
     return folder
+
+
+@pytest.fixture(scope="session")
+def emulation(shared_folder):
+    """What stands in for driver.load; None if no compiler here can make it."""
+    try:
+        return compiler(shared_folder("emulated"))
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        return None
 
 
 ON_DEVICE = torch.cuda.is_available()

@@ -1,4 +1,4 @@
-"""Run resident.cu on the CPU: compiled by g++ with emulated.hpp, given the arguments of a real launch."""
+"""Run CUDA files on the CPU: compiled by g++ with emulated.hpp, given the arguments of a real launch."""
 
 import ctypes
 import hashlib
@@ -7,10 +7,7 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
-from batchnorm.ops.cuda import resident
-
 HERE = Path(__file__).parent
-SOURCE = Path(resident.__file__).parent / "resident.cu"
 ENTRY = """
 #include "{source}"
 template <class T> T& argument(void** all, int i) {{ return *(T*)all[i]; }}
@@ -18,9 +15,9 @@ extern "C" void run(unsigned programs, void** a) {{ launch(programs, [&] {{ {cal
 """
 
 
-def call_of(name):
+def call_of(file, name):
     """The kernel's call, its pointers by type as declared."""
-    text = SOURCE.read_text()
+    text = file.read_text()
     declared = text[text.index(f" {name}(") :].split("(", 1)[1].split(") {", 1)[0]
     types = [" ".join(one.split()).rpartition(" ")[0] for one in declared.split(",")]
     return f"{name}({', '.join(f'argument<{t}>(a, {i})' for i, t in enumerate(types))})"
@@ -65,11 +62,10 @@ def compiler(folder):
     built(folder / "headers.hpp.gch", ["-x", "c++-header", headers])
 
     @cache
-    def load(file, name, definitions, threads, shared, device):
-        assert file == SOURCE.name
+    def load(file, name, definitions, threads, shared, device, cooperative=False):
         flags = [f"-D{key}={value}" for key, value in definitions]
         flags += [f'-DEMULATED="{HERE / "emulated.hpp"}"', "-Wno-unknown-pragmas", "-shared", "-include", str(headers)]
-        entry = ENTRY.format(source=SOURCE, call=call_of(name))
+        entry = ENTRY.format(source=file, call=call_of(file, name))
         target = folder / f"{name}-{hashlib.sha256(repr(definitions).encode()).hexdigest()[:16]}.so"
         return Emulated(ctypes.CDLL(str(built(target, [*flags, written(target.with_suffix(".cpp"), entry)]))))
 

@@ -1,4 +1,4 @@
-// A GPU for resident.cu: a program is a thread of the operating system, its threads take turns as fibers.
+// A GPU for resident.cu and pixel_blocks.cu: a program is a thread of the operating system, its threads take turns as fibers.
 //
 // Copies into shared memory are done no sooner than they are waited for, and what shared memory holds before is NaN.
 
@@ -135,6 +135,8 @@ inline u32 to_bfloats(float a, float b) { return to_bfloat(a) | to_bfloat(b) << 
 
 inline u64 evict_first() { return 0; }
 inline void copy_async(u32 slot, const char* from, u64) { fibers[threadIdx.x].copies.push_back({slot, from}); }
+inline void copy_async(u32 slot, const char* from) { copy_async(slot, from, 0); }
+inline void clear(u32 slot) { std::memset(memory + slot, 0, 16); }
 inline void commit() {
     Fiber& fiber = fibers[threadIdx.x];
     fiber.commits.push_back(std::move(fiber.copies));
@@ -152,6 +154,36 @@ inline Vec load_slot(u32 slot) { return load(memory + slot); }
 inline void store(char* to, const Vec& v) { std::memcpy(to, &v, 16); }
 inline void store_through(char* to, const Vec& v) { store(to, v); }
 inline void fetch(const char*) {}
+template <bool TRANSPOSED> void load_matrices(u32 (&m)[4], u32 slot) {
+    shown[threadIdx.x] = slot;
+    gather(~0u);
+    const u32* rows = shown + threadIdx.x / 32 * 32;
+    int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
+    for (int i = 0; i < 4; ++i)
+        for (int k = 0; k < 2; ++k)
+            std::memcpy((short*)&m[i] + k, TRANSPOSED ? memory + rows[i * 8 + column + k] + row * 2 : memory + rows[i * 8 + row] + (column + k) * 2, 2);
+    gather(~0u);
+}
+static thread_local u32 factors[THREADS][6];
+inline float half_of(u32 w, int k) {
+    float pair[2];
+    if (KIND == 0) pair[0] = __uint_as_float(w << 16), pair[1] = __uint_as_float(w & 0xffff0000u);
+    else from_halves(w, pair[0], pair[1]);
+    return pair[k];
+}
+inline void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    u32* mine = factors[threadIdx.x];
+    std::memcpy(mine, a, 16);
+    mine[4] = b0, mine[5] = b1;
+    gather(~0u);
+    u32 (*all)[6] = factors + threadIdx.x / 32 * 32;
+    for (int i = 0; i < 4; ++i) {
+        int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2 + i % 2;
+        for (int k = 0; k < 16; ++k)  // the lanes that hold the row of a, and the column of b
+            c[i] += half_of(all[row * 4 + k % 8 / 2][i / 2 + k / 8 * 2], k % 2) * half_of(all[column * 4 + k % 8 / 2][4 + k / 8], k % 2);
+    }
+    gather(~0u);
+}
 inline float exponential(float v) { return std::exp2(v * 1.4426950408889634f); }
 inline float quotient(float a, float b) { return a / b; }
 inline u32 peek(const u32* word) {

@@ -150,9 +150,9 @@ def test_the_argument_has_the_name_that_sequentials_give_it():
 def test_refusals():
     with pytest.raises(ValueError, match="32 px or more, not 31"):
         inception(size=31)
-    with pytest.raises(ValueError, match="must name Inception blocks"):
+    with pytest.raises(ValueError, match="name Inception modules from 3a to 5b"):
         inception(per_activation=("6a",))
-    with pytest.raises(ValueError, match="needs norm='batch'"):
+    with pytest.raises(ValueError, match="set norm='batch'"):
         inception(norm=None, per_activation=("5b",))
 
 

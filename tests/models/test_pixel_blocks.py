@@ -4,6 +4,7 @@ import torch.nn.functional as F
 
 from batchnorm.models.bn_inception import pixel_blocks as module
 from batchnorm.models.bn_inception.pixel_blocks import pixel_blocks, write_blocks
+from batchnorm.ops.cuda import driver
 
 # Triton's interpreter causes this warning with numpy >= 1.25.
 pytestmark = [
@@ -23,9 +24,23 @@ def test_the_kernel_writes_what_torch_does(device, shape, layout):
     torch.testing.assert_close(blocks.movedim(-1, 1).cpu(), expected, rtol=2**-7, atol=0)
 
 
-def example(device, shape=(3, 3, 9, 12), size=7, outputs=32):
-    # Triton's interpreter cannot multiply matrices in bfloat16.
-    dtype = torch.bfloat16 if device == "cuda" else torch.float16
+@pytest.fixture(params=[pytest.param("cpu", marks=pytest.mark.triton), pytest.param("cuda", marks=pytest.mark.gpu)])
+def usable(request, emulation, monkeypatch):
+    """Where pixel_blocks.cu runs: emulated on the CPU, or on a GPU."""
+    if request.param == "cpu":
+        if emulation is None:
+            pytest.skip("no g++ that compiles the emulated kernel")
+        monkeypatch.setattr(driver, "load", emulation)
+        monkeypatch.setattr(driver, "unavailable", lambda: None)
+        monkeypatch.setattr(module, "_has_kernels", lambda x: True)
+        monkeypatch.setattr(module, "_available", lambda device: 232_448)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    module._kernel.cache_clear()
+    yield request.param
+    module._kernel.cache_clear()
+
+
+def example(device, shape=(3, 3, 9, 12), size=7, outputs=64, dtype=torch.bfloat16):
     x, kernel = torch.randn(shape, device=device).to(dtype), torch.randn(outputs, shape[1], size, size, device=device)
     dy = torch.randn(shape[0], outputs, (shape[2] + 1) // 2, (shape[3] + 1) // 2, device=device).to(dtype)
     return x, kernel, dy.contiguous(memory_format=torch.channels_last)
@@ -42,32 +57,21 @@ def assert_near(found, expected, tolerance):
     torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance * expected.abs().mean().item())
 
 
-# The paper's stem, several groups of pixels for each program, and kernels of one and of four blocks.
-SIZES = [{}, {"shape": (2, 3, 40, 33)}, {"size": 1}, {"size": 3, "shape": (2, 2, 9, 9), "outputs": 16}]
+# One partial tile per image; one pixel; one column; rows longer than a tile; several tiles for each program.
+SHAPES = [(3, 3, 9, 12), (1, 3, 1, 1), (2, 3, 70, 2), (1, 3, 4, 530), (5, 3, 48, 51)]
 
 
-@pytest.mark.parametrize("given", SIZES)
-def test_the_kernels_convolve(device, given, monkeypatch):
-    for name in ("FORWARD", "BACKWARD"):
-        monkeypatch.setattr(module, name, getattr(module, name)._replace(pixels=32))
-    x, kernel, dy = example(device, **given)
-    rounded = kernel.to(x.dtype)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_kernels_convolve(usable, shape, dtype):
+    x, kernel, dy = example(usable, shape, dtype=dtype)
+    rounded = kernel.to(dtype).float()
     expected, dkernel = exact(x, rounded, dy)
-    window = module.Window.of(kernel.shape[-1])
-    blocks = pixel_blocks(x, window.before, window.taps).movedim(1, -1)
-    y = torch.empty_like(dy)
+    blocks = pixel_blocks(x, 2, 4).movedim(1, -1)
+    y = torch.full_like(dy, torch.nan)
     module.run_convolve(blocks, rounded, y.movedim(1, -1))
     assert_near(y, expected, 2**-7)
-    assert_near(module.run_kernel_gradient(blocks, dy.movedim(1, -1), kernel.shape), dkernel, 1e-4)
-
-
-@pytest.fixture
-def usable(device, monkeypatch):
-    """Let the interpreter run the kernels as a GPU would."""
-    if device == "cpu":
-        monkeypatch.setattr(module, "_has_kernels", lambda x: True)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    return device
+    assert_near(module.run_kernel_gradient(blocks, dy.movedim(1, -1)), dkernel, 1e-4)
 
 
 def convolved(device, **given):
@@ -134,14 +138,22 @@ def test_autocast_casts_the_kernel():
     assert_near(found, expected, 1e-4)
 
 
+def test_gradients_that_are_not_aligned(usable):
+    y, kernel, dy, expected = convolved(usable)
+    memory = torch.empty(dy.numel() + 1, dtype=dy.dtype, device=dy.device)
+    unaligned = memory[1:].view(dy.movedim(1, -1).shape).movedim(-1, 1).copy_(dy)
+    assert_near(torch.autograd.grad(y, kernel, unaligned)[0], expected, 2**-7)
+
+
 UNSUPPORTED = {
-    "outputs": {"outputs": 20},
-    "many outputs": {"outputs": 256},
-    "a large window": {"size": 15, "shape": (1, 3, 20, 20)},
-    "five taps": {"size": 9},
+    "32 outputs": {"outputs": 32},
+    "4 inputs": {"shape": (3, 4, 9, 12)},
+    "a smaller kernel": {"size": 5},
     "float32": {},
     "an image with a gradient": {},
     "an old GPU": {},
+    "little shared memory": {},
+    "no compiler": {},
     "BATCHNORM_FAST=0": {},
 }
 
@@ -156,6 +168,10 @@ def test_torch_convolves_what_the_kernels_do_not_support(usable, why, monkeypatc
         x.requires_grad_()
     elif why == "an old GPU":
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    elif why == "little shared memory":
+        monkeypatch.setattr(module, "_available", lambda device: 32_768)
+    elif why == "no compiler":
+        monkeypatch.setattr(driver, "unavailable", lambda: "libnvrtc.so cannot be loaded")
     elif why == "BATCHNORM_FAST=0":
         monkeypatch.undo()
         monkeypatch.setattr(module.dispatch, "FAST", False)

@@ -190,3 +190,18 @@ def test_modules_on_the_device(module):
         (got,), (wanted,) = torch.autograd.grad(y, x, dy), torch.autograd.grad(expected, on_cpu, dy.cpu())
         torch.testing.assert_close(got.cpu(), wanted)
     assert torch.func.vmap(module)(x[None]).shape[0] == 1
+
+
+@pytest.mark.parametrize(("shape", "sliced", "dtype"), [*CASES, ((2, 130, 9, 8), False, torch.float32)])
+def test_the_average_of_each_channel(shape, sliced, dtype, device):
+    x = values(shape, dtype, device, sliced).requires_grad_()
+    y = pooling._GlobalAverage.apply(x)
+    expected = x.detach().double().mean((2, 3))
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5 if dtype == torch.float32 else 2**-7, atol=1e-6)
+    dy = torch.randint(-3, 4, y.shape).to(device, dtype)
+    (dx,) = torch.autograd.grad(y, x, dy, retain_graph=True)
+    assert dx.is_contiguous(memory_format=torch.channels_last)
+    wanted = (dy.double() / (shape[2] * shape[3]))[:, :, None, None].expand(shape)
+    torch.testing.assert_close(dx.double(), wanted, rtol=1e-5 if dtype == torch.float32 else 2**-7, atol=1e-6)
+    (again,) = torch.autograd.grad(y, x, dy, create_graph=True)
+    torch.testing.assert_close(again, dx)

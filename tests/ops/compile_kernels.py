@@ -7,17 +7,18 @@ from triton import compile as triton_compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from batchnorm.models.bn_inception.triton import average_pool, bias, max_pool, pixel_blocks
+from batchnorm.models.bn_inception.triton import average_pool, bias, global_pool, max_pool, pixel_blocks, separable
 from batchnorm.ops.cuda.triton import inference
 from batchnorm.ops.cuda.triton.backward import backward
 from batchnorm.ops.cuda.triton.forward import forward
 from batchnorm.ops.cuda.triton.layers import backward_layers, forward_layers
+from batchnorm.train.triton.loss import cross_entropy
 from batchnorm.train.triton.update import update
 
 NUMBERS = (
     *("C", "units", "slices", "parts", "share", "beside", "x_stride", "x_plane", "y_stride", "y_plane", "width"),
     *("dy_stride", "count", "H", "W", "out_H", "out_W", "tiles", "inner", "room", "first"),
-    *("rows", "columns", "before", "each", "x_n", "x_c", "x_h", "x_w"),
+    *("classes", "pixels", "stride", "rows", "columns", "before", "each", "x_n", "x_c", "x_h", "x_w"),
 )
 POINTERS = {"bits": "u8", "where": "u8", "batches": "i64", "skipped": "i64", "words": "i32"}
 TYPED = ("x", "y", "residual", "dy", "dx", "dresidual", "other", "blocks")  # the rest is float32
@@ -78,10 +79,6 @@ def main():
             count += 1
     build(pixel_blocks.to_blocks, LAST, {"INPUTS": 3, "CHANNELS": 16, "P": 128, "V": 16}, "bf16", 1, (), {"x": "fp32"})
     count += 1
-    stem = {"TAPS": 4, "CHANNELS": 16, "OUT": 64, "INPUTS": 3, "SIZE": 7, "FRONT": 1, "P": 64}
-    for kernel, dtype in itertools.product((pixel_blocks.convolve, pixel_blocks.kernel_gradient), ("bf16", "fp16")):
-        build(kernel, LAST, stem, dtype, 1, ())
-        count += 1
     for kernel in (bias.forward, bias.backward):
         for sigmoid in (False, True):
             build(kernel, LAST, {"P": 16, "V": 64, "A": 16, "SIGMOID": sigmoid}, "bf16", 1, ())
@@ -98,6 +95,15 @@ def main():
     for aligned in (False, True):
         build(update, LAST, {"CHUNK": 2048, "ALIGNED": aligned}, "fp32", 1, (), {"table": "i64", "chunks": "i64"})
         count += 1
+    stem = {"OUT": 64, "IN": 3, "M": 8, "A": 49, "B": 64}
+    build(separable.compose, LAST, {**stem, "P": 8}, "fp32", 1, ())
+    build(separable.compose_backward, LAST, {**stem, "P": 64}, "fp32", 1, ())
+    for kernel in (global_pool.average, global_pool.spread):
+        build(kernel, LAST, {"P": 64, "V": 128}, "bf16", 1, ())
+    count += 4
+    typed = {"labels": "i64", "scores": "bf16", "gradient": "bf16"}
+    build(cross_entropy, LAST, {"C": 1024}, "bf16", 1, (), typed)
+    count += 1
     sys.stdout.write(f"compiled {count}\n")
 
 

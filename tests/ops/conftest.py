@@ -1,18 +1,6 @@
-import subprocess
-
 import pytest
-from emulate import compiler
 
 from batchnorm.ops.cuda import driver, grouped, resident
-
-
-@pytest.fixture(scope="session")
-def emulation(shared_folder):
-    """What stands in for driver.load; None if no compiler here can make it."""
-    try:
-        return compiler(shared_folder("emulated"))
-    except (FileNotFoundError, subprocess.CalledProcessError):
-        return None
 
 
 @pytest.fixture(params=[pytest.param("cpu", marks=pytest.mark.triton), pytest.param("cuda", marks=pytest.mark.gpu)])

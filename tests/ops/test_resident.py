@@ -254,4 +254,4 @@ def test_large_tensors_take_it_and_a_gradient_that_is_a_slice_is_read_as_it_is()
 @pytest.mark.gpu
 def test_what_does_not_compile_says_so():
     with pytest.raises(RuntimeError, match=r"resident\.cu does not compile"):
-        driver.load("resident.cu", "forward", (("FORWARD", 1),), 128, 0, torch.device("cuda"))
+        driver.load(resident.SOURCE, "forward", (("FORWARD", 1),), 128, 0, torch.device("cuda"))

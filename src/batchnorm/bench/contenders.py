@@ -1,4 +1,4 @@
-"""The contenders of ``bench train``: variants of the appendix network, ready to be timed."""
+"""The contenders of ``bench train``: variants of the network in the paper's appendix, ready to be timed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .step_profile import profile
 
 @dataclass(frozen=True)
 class Contender:
-    """A variant of the network: built from torch.nn's parts and compiled, or as ``batchnorm train`` runs it."""
+    """A variant of the network: either built from torch.nn's layers and compiled, or as ``batchnorm train`` runs it."""
 
     name: str
     stock: bool = False
@@ -44,7 +44,7 @@ OURS = Contender("ours")
 
 
 def with_stock_parts_(net: nn.Module) -> None:
-    """Replace this library's normalization (with nonlinearity) and pooling layers by ``torch.nn``'s, in place.
+    """Replace this library's pooling and batch normalization (with ReLU) by layers of ``torch.nn``, in place.
 
     >>> from batchnorm import BatchNorm2d
     >>> net = nn.Sequential(BatchNorm2d(4, activation="relu")); with_stock_parts_(net)
@@ -74,7 +74,7 @@ def noise(batch: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 class Timed:
-    """A contender that is ready to take steps on one batch of noise."""
+    """A contender that is ready to take training steps on one batch of noise."""
 
     def __init__(self, contender: Contender, batch: int, size: int, device: torch.device) -> None:
         self.contender, self.batch = contender, batch
@@ -116,13 +116,13 @@ class Timed:
         return float(start.elapsed_time(end)) / 1e3 / steps
 
     def profile(self) -> dict[str, Any]:
-        """Return where the time of a step goes on the GPU, from :func:`step_profile.profile`."""
+        """Return how the GPU time of a step divides among kinds of kernels; see :func:`step_profile.profile`."""
         return profile(lambda: self.take(1))
 
 
 def warmed_up(contender: Contender, batch: int, size: int) -> Timed:
-    """Return a contender that has been compiled and has taken its first steps on the GPU."""
-    torch.backends.cudnn.benchmark = True
+    """Build a contender on the GPU and take its first steps, which compile its code."""
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.benchmark_limit = True, 0  # as train/loop.py does
     timed = Timed(contender, batch, size, torch.device("cuda"))
     timed.take(20)
     torch.cuda.synchronize()

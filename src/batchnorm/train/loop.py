@@ -28,28 +28,29 @@ from .resume import RunState, claim_folder, resume_, save_state
 from .state_dicts import start_from_
 from .step import TrainStep, make_optimizer
 
-# Steps between checks for a stop request on any rank: rare enough to be cheap, but well within a scheduler's grace
-# period.
+# With several ranks, the number of steps between checks whether any rank was asked to stop. Each check is an
+# all-reduce.
 AGREE_EVERY = 10
-# The time left is estimated from the time between these two steps of this process.
+# The time left is estimated from the time between these two steps, counted from the start of this process.
 TIMED = (10, 100)
 
 
 def train(recipe: Recipe, options: Options) -> Result:
     """Train a network with a recipe, resuming an interrupted run from its last checkpoint.
 
-    On the CPU, with the same number of threads and ranks, a resumed run is bit-for-bit identical to an uninterrupted
-    one. Under ``torchrun``, each batch is divided among the ranks.
+    On the CPU, with the same number of threads and ranks, a resumed run ends with bit-for-bit the same weights as an
+    uninterrupted run. Under ``torchrun``, each batch is divided among the ranks.
 
     Args:
         recipe: what to train and how.
         options: data, device, and how often to report.
 
     Returns:
-        The result, which is also in ``result.json``; the metrics are in ``metrics.jsonl`` and the network in
-        ``final/``.
+        A summary, which is also in ``result.json``. The metrics are in ``metrics.jsonl``. Unless training diverged, the
+        network is in ``final/``.
 
     Raises:
+        FileNotFoundError: if the data is not found.
         Stopped: after SIGTERM or Ctrl-C, once the state is saved.
         ValueError: if the data, the folder or its checkpoints do not fit the recipe, or if another process trains in
             the same folder.
@@ -57,7 +58,7 @@ def train(recipe: Recipe, options: Options) -> Result:
     Paper: Sec. 4.2.2; Alg. 2 at the end
     """
     # Almost all batches have the same shape, so it pays to let cuDNN benchmark its algorithms once.
-    tuned = torch.backends.cudnn.flags(enabled=True, benchmark=True)
+    tuned = torch.backends.cudnn.flags(enabled=True, benchmark=True, benchmark_limit=0)  # 0: try all algorithms
     with (
         ranks(options.device) as here,
         locked(options.folder(recipe)) if here.main else nullcontext(),
@@ -124,7 +125,7 @@ class _Training:
 
     @property
     def total_steps(self) -> int:
-        """The number of steps of the whole run."""
+        """The number of steps of the whole run: ``planned_steps``, or ``max_steps`` if that is less."""
         planned = self.planned_steps
         return planned if self.options.max_steps is None else min(planned, self.options.max_steps)
 
@@ -206,7 +207,7 @@ class _Training:
         self.began = now
 
     def _log(self) -> bool:
-        """Log the means over the steps since the last call; return whether the loss is finite."""
+        """Log the mean loss and accuracy over the steps since the last call; return whether the loss is finite."""
         sums = self.ranks.sum_(self.train_step.sums.clone())
         self.train_step.sums.zero_()
         loss, right, count = sums.tolist()
@@ -252,7 +253,7 @@ class _Training:
 
     def _interruptible(self, batches: ImageBatches) -> Iterator[tuple[Tensor, Tensor]]:
         for batch in batches.epoch(0):
-            # With several ranks, the other ranks would wait for this one, so the run stops after validation instead.
+            # With several ranks, stopping here would leave the other ranks waiting, so the run stops after validation.
             if self.stop.requested and self.ranks.world_size == 1 and self.step > self.evaluated:
                 self._save()
                 raise Stopped(f"stopped at step {self.step:,}, during validation; run the same command again to resume")
@@ -269,7 +270,7 @@ class _Training:
         save_state(self.folder, state, self.net, self.optimizer, self.ranks)
 
     def _conclude(self, diverged: bool) -> Result:
-        """Finish Algorithm 2, save the final network and write the result file."""
+        """Unless training diverged, finish Algorithm 2 and save the final network; then write the result file."""
         accuracy = on_training = None
         net = None if diverged else self._inference_network()
         if net is not None:
@@ -299,7 +300,7 @@ class _Training:
         return result
 
     def _inference_network(self) -> nn.Module | None:
-        """Save the final network and return it folded; if its outputs are infinite or NaN, return None."""
+        """Save the final network and return it folded, or return None if some outputs are NaN or infinite."""
         epoch = -(-self.step // len(self.batches))
         count, seed = self.options.estimate_batches, self.recipe.seed
         final = population_network(

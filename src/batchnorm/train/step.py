@@ -21,6 +21,7 @@ from ..ops.cuda import driver
 from ..ops.cuda.graph_memsets import replace_memsets
 from .distributed import Ranks
 from .fused_update import FusedUpdate, Trained, same_layout
+from .loss import cross_entropy
 from .recipe import Recipe
 
 Compile = Literal["network", "nothing"]
@@ -57,7 +58,7 @@ def set_rate_(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 class Shadows:
-    """Run a network with bfloat16 copies of its convolution and linear weights, cast all at once.
+    """Run a network with bfloat16 copies of convolution kernels and linear layers' parameters, all cast at once.
 
     Autocast instead casts each weight when it is used, and each gradient in the backward pass, which takes two launches
     per layer. The separable stem stays in full precision, because its two kernels are combined in full precision.
@@ -73,7 +74,9 @@ class Shadows:
         separable = [m for m in net.modules() if isinstance(m, SeparableConv2d)]
         kept = {id(p) for m in separable for p in m.parameters()}
         trained = {name: p for name, p in net.named_parameters() if p.requires_grad}
-        chosen = {name: p for name, p in trained.items() if p.dim() in (2, 4) and id(p) not in kept}
+        cast = {id(m.bias) for m in net.modules() if type(m) is nn.Linear}
+        cast |= {id(p) for p in trained.values() if p.dim() in (2, 4)} - kept
+        chosen = {name: p for name, p in trained.items() if id(p) in cast}
         self.masters: list[Tensor] = list(chosen.values())
         self.copies = {name: p.detach().to(torch.bfloat16) for name, p in chosen.items()}
         self._join(net, {id(p): name for name, p in chosen.items()})
@@ -81,11 +84,9 @@ class Shadows:
             copy.requires_grad_()
         self.trained = list(trained.values())
         self.used = [self.copies.get(name, p) for name, p in trained.items()]
-        # The indices of the first convolution's weights, whose gradients are computed last.
-        shared = len(list(net.named_parameters(remove_duplicate=False))) > len(list(net.named_parameters()))
-        split = len(separable) == 1 and not shared
-        self.stem = {k for k, p in enumerate(self.trained) if split and id(p) in kept}
-        self._updates: tuple[FusedUpdate, FusedUpdate] | None = None
+        # A weight that is used twice may be used before and after a cut.
+        self.can_cut = len(list(net.named_parameters(remove_duplicate=False))) == len(list(net.named_parameters()))
+        self._updates: list[FusedUpdate] = []
 
     def _join(self, net: nn.Module, names: dict[int, str]) -> None:
         """Store the kernels of a joined convolution next to each other, so that joining them needs no copy."""
@@ -101,37 +102,42 @@ class Shadows:
             y: Tensor = torch.func.functional_call(self.net, self.copies, x)
         return y
 
-    def step(self, loss: Tensor, optimizer: torch.optim.Optimizer) -> None:
-        """Update the parameters with the gradients of their copies, and then update the copies."""
-        self._updates = self._updates or (FusedUpdate(optimizer), FusedUpdate(optimizer))
-        fused = loss.is_cuda and self._updates[0].can_update(self.trained)
+    def step(self, y: Tensor, dy: Tensor, optimizer: torch.optim.Optimizer) -> None:
+        """Update the parameters with the gradients of their copies, and then update the copies.
+
+        ``y`` is the network's output, and ``dy`` is its gradient.
+        """
         aside = self.weight_gradients
+        cuts = list(aside.cuts) if aside is not None and self.can_cut else []
+        while len(self._updates) <= len(cuts):
+            self._updates.append(FusedUpdate(optimizer))
+        fused = y.is_cuda and self._updates[0].can_update(self.trained)
+        left, rows, kept = list(range(len(self.used))), list[Trained](), list[Tensor]()
         # Do not use loss.backward(): it would copy gradients that are views, such as those of joined kernels.
-        if fused and self.stem and aside is not None and len(aside.stems) == 1:
-            # The stem's gradients are computed last. Meanwhile, update the other weights on a separate stream.
-            late = sorted(self.stem)
-            early = [k for k in range(len(self.used)) if k not in self.stem]
-            *grads, gradient = torch.autograd.grad(loss, [*(self.used[k] for k in early), aside.stems[0]])
-            rows = self._rows(early, grads)
-            if all(row.fits() for row in rows):
-                with aside.beside():
-                    self._updates[0](rows)
-                rows = []  # already updated; `grads` keeps the gradients in memory until the stream has read them
-            rows += self._rows(late, torch.autograd.grad(aside.stems[0], [self.used[k] for k in late], gradient))
-        else:
-            rows = self._rows(range(len(self.used)), torch.autograd.grad(loss, self.used))
+        for update, (x, before) in zip(self._updates, reversed(cuts), strict=False):
+            late = [k for k in left if id(self.used[k]) not in before]
+            left = [k for k in left if id(self.used[k]) in before]
+            *grads, dx = torch.autograd.grad(y, [*(self.used[k] for k in late), x], dy)
+            y, dy = x, dx
+            rows += self._rows(late, grads)
+            if fused and aside is not None and all(row.fits() for row in rows):
+                with aside.updating():
+                    update(rows)
+                kept += grads  # until the update has read them
+                rows = []
+        rows += self._rows(left, torch.autograd.grad(y, [self.used[k] for k in left], dy))
         if aside is not None:
             aside.wait()
-            aside.stems.clear()
+            aside.cuts.clear()
         if fused and all(row.fits() for row in rows):
-            self._updates[1](rows)
+            self._updates[len(cuts)](rows)
         else:
             self._update(rows, optimizer)
 
     def _update(self, rows: list[Trained], optimizer: torch.optim.Optimizer) -> None:
         to, of = [], []
         for parameter, grad, _ in rows:
-            # Torch copies many tensors in one launch only if all strides are equal.
+            # Torch copies many tensors in one launch only if each has the strides of its target.
             grad = grad.as_strided(parameter.shape, parameter.stride()) if same_layout(grad, parameter) else grad
             if grad.dtype == parameter.dtype and grad.stride() == parameter.stride():
                 parameter.grad = grad
@@ -174,8 +180,8 @@ class TrainStep:
         cast_once: with ``bf16`` and in one process, keep bfloat16 copies of convolution and linear weights, and update
             all copies together after each step, instead of casting each weight when it is used. The results are the
             same, with fewer kernel launches.
-        graph: capture the whole step as a CUDA graph. If the network is not compiled, its branches then run in
-            parallel, and with ``cast_once`` the gradients of its convolution kernels are computed on another stream.
+        graph: capture the whole step as a CUDA graph. If the network is not compiled, its Inception branches then run
+            in parallel, and with ``cast_once`` the gradients of its convolution kernels are computed on another stream.
         batch: the number of examples in this rank's part of a full batch. A smaller batch at the end of an epoch runs
             without the graph and, in a single process, without compilation.
     """
@@ -231,16 +237,17 @@ class TrainStep:
             x = x.contiguous(memory_format=torch.channels_last)
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.bf16):
             scores = (model or self.model)(x)
-        loss = F.cross_entropy(scores.to(torch.promote_types(scores.dtype, torch.float32)), labels)
-        loss_share = loss * self._share(labels)
-        aside = self.shadows.weight_gradients if self.shadows is not None else None
-        with nullcontext() if aside is None else aside.beside():
-            self._count(loss.detach(), scores.detach(), labels)
         if self.shadows is None:
-            loss_share.backward()
+            loss = F.cross_entropy(scores.to(torch.promote_types(scores.dtype, torch.float32)), labels)
+            self._count(loss.detach(), scores.detach(), labels)
+            (loss * self._share(labels)).backward()
             self.optimizer.step()
         else:
-            self.shadows.step(loss_share, self.optimizer)
+            losses, dscores = cross_entropy(scores.detach(), labels)
+            aside = self.shadows.weight_gradients
+            with nullcontext() if aside is None else aside.beside():
+                self._count(losses.mean(), scores.detach(), labels)
+            self.shadows.step(scores, dscores, self.optimizer)
         self.ranks.average_statistics_(self.net)
 
     def _count(self, loss: Tensor, scores: Tensor, labels: Tensor) -> None:
@@ -263,7 +270,7 @@ class _Graph:
         self.function, self.left = function, warmup
         self.inputs: tuple[Tensor, ...] | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
-        # Use a higher priority than the stream of the weight gradients, which are needed last.
+        # This stream has a higher priority than that of the weight gradients, which are needed last.
         self.stream = torch.cuda.Stream(priority=-1)
 
     def __call__(self, *inputs: Tensor) -> None:

@@ -36,7 +36,8 @@ from .joined_branches import (
 from .norm_pool import can_pool, normalize_and_pool
 from .pixel_blocks import convolve_by_blocks
 from .pooling import AvgPool2d, MaxPool2d
-from .weight_gradients import convolve, is_aside, note_stem
+from .separable import compose
+from .weight_gradients import convolve, is_aside, note_cut
 
 _NONLINEARITIES: dict[type[nn.Module], Literal["relu", "sigmoid"]] = {nn.ReLU: "relu", nn.Sigmoid: "sigmoid"}
 _A = TypeVar("_A")
@@ -90,7 +91,7 @@ class Unit(nn.Sequential):
     rearrange: bool | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Convolve, normalize and apply the nonlinearity."""
+        """Apply the convolution, the batch normalization if there is one, and the nonlinearity."""
         if not self._is_plain() or not _rearranged(self, x):
             if is_aside() and _is_dense(self[0]):
                 return self.finish(self.convolve(x))
@@ -118,7 +119,7 @@ class Unit(nn.Sequential):
         return product
 
     def pools(self, pool: nn.Module, x: Tensor | torch.fx.Proxy) -> bool:
-        """Return whether :meth:`pooled` may replace calls of the unit and then ``pool``; False if either has hooks."""
+        """Return whether :meth:`pooled` may replace calling the unit and then ``pool``; False if either has hooks."""
         if torch.compiler.is_compiling() or type(pool) is not MaxPool2d:
             return False
         if len(self) != 2 or not isinstance(self[1], BatchNorm2d):
@@ -195,11 +196,7 @@ class SeparableConv2d(nn.Sequential):
 
     def composed_weight(self) -> Tensor:
         """Return the dense kernel W, which is differentiable and has the parameters' dtype, even under autocast."""
-        inputs = self.depthwise.groups
-        p = self.pointwise.weight.unflatten(1, (inputs, -1))
-        d = self.depthwise.weight.squeeze(1).unflatten(0, (inputs, -1))
-        weight: Tensor = (p * d.unsqueeze(0)).sum(2)
-        return weight
+        return compose(self.pointwise.weight, self.depthwise.weight, self.depthwise.groups)
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the dense convolution, or the two convolutions one after the other."""
@@ -211,7 +208,8 @@ class SeparableConv2d(nn.Sequential):
             y = convolve_by_blocks(x, weight, bias)
         else:
             y = F.conv2d(x, weight, bias, stride, self.depthwise.padding)
-        note_stem(x, y)
+        if not x.requires_grad:
+            note_cut(y, self.parameters())
         return y
 
     def _is_as_built(self) -> bool:

@@ -84,7 +84,7 @@ class ColumnTiles:
 
 
 def alignment(*tensors: Tensor | None) -> int:
-    """Return the largest power of two up to 16 that divides channel counts, row strides and addresses, in elements.
+    """Return the largest power of two up to 16 that divides channel counts, row strides and addresses (in elements).
 
     >>> alignment(torch.zeros(1, 24, 4, 4).contiguous(memory_format=torch.channels_last))
     8

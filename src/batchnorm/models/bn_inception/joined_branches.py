@@ -54,7 +54,7 @@ def can_join(layers: Sequence[BatchNorm2d], x: Tensor) -> bool:
     )
     if not alike or not takes(x) or is_forward_mode() or is_active():
         return False
-    # A vector is None if torch.nn.utils.parametrize computes it.
+    # Gamma or beta is None here if torch.nn.utils.parametrize computes it.
     vectors = [v.get(k) for bn in layers for v, names in _vectors(bn) for k in names]
     channels = [bn.features for bn in layers for _ in range(4)]
     counts = [bn._buffers.get(k) for bn in layers for k in ("num_batches_tracked", "num_batches_skipped")]

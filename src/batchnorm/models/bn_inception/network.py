@@ -11,10 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...graph.kinds import is_quiet, is_watched
 from ...layers import BatchNorm2d
 from .blocks import InceptionModule, InceptionRow, SeparableConv2d, Unit, scaled
 from .channels_last import takes
 from .pooling import GlobalAvgPool2d, MaxPool2d
+from .weight_gradients import is_aside, linear, note_cut
 
 # The printed table. By its filter counts, 4c and 4d each have 608 output channels, but its output column says 576: see
 # `projection` below.
@@ -34,6 +36,9 @@ APPENDIX = (
 )
 # fmt: on
 AMBIGUOUS = ("4c", "4d")
+# When training with :class:`WeightGradients`, the weights of this layer and of the later ones, which are 9 of 10, are
+# updated while the backward pass goes on.
+CUT = "inception_4a"
 SMALLEST_MAP = 4  # smallest height of the last feature map; the paper uses only images of 224 px
 
 
@@ -78,7 +83,8 @@ def inception(
         init: "kaiming", or "xavier", which was usual in 2014; the paper does not say which one it used.
         init_scale: factor for the initial weights of the convolutions, except the depthwise one.
         eps: number added to the variance; the paper gives no value (1e-3 is TF-Slim's).
-        momentum: weight of a new batch in the running averages, None to average all batches; the paper gives no value.
+        momentum: weight of a new batch in the running averages; None weights all batches equally. The paper gives no
+            value.
         seed: seed of the initial weights; None draws from torch's global generator.
 
     Raises:
@@ -95,7 +101,7 @@ def inception(
         raise ValueError(f"the network takes images of 32 px or more, not {size}: enlarge them first")
     if unknown or (per_activation and norm is None):
         raise ValueError(
-            f"per_activation={tuple(per_activation)}: must name Inception blocks, 3a to 5b, and needs norm='batch'"
+            f"per_activation={tuple(per_activation)}: name Inception modules from 3a to 5b, and set norm='batch'"
         )
 
     def unit(inputs: int, outputs: int, kernel: int, stride: int, out: int, row: str = "") -> Unit:
@@ -145,10 +151,16 @@ class Network(nn.Sequential):
     def forward(self, input: Tensor) -> Tensor:
         """Return the class scores."""
         x, layers = input, list(self)
+        cut = getattr(self, CUT, None)
         while layers:
             layer = layers.pop(0)
+            if layer is cut and is_aside():
+                later = {id(p) for after in (layer, *layers) for p in after.parameters()}
+                note_cut(x, [p for p in self.parameters() if id(p) not in later])
             if type(layer) is Unit and layers and layer.pools(layers[0], x):
                 x = layer.pooled(x, layers.pop(0))
+            elif type(layer) is nn.Linear and is_aside() and is_quiet(layer) and not is_watched():
+                x = linear(x, layer.weight, layer.bias)
             else:
                 x = layer(x)
         return x
@@ -195,8 +207,8 @@ def initialize_(
     """Draw the weights of convolutions and linear layers from Gaussians, in place; biases become 0.
 
     The standard deviation is scale * sqrt(2 / fan_in) for kaiming and scale * sqrt(2 / (fan_in + fan_out)) for xavier.
-    Classifiers and depthwise convolutions have no nonlinearity after them, so ``scale`` does not apply to them, and
-    kaiming uses 1 instead of 2 for them.
+    For linear layers and depthwise convolutions, which no nonlinearity follows, ``scale`` is not applied, and kaiming
+    uses 1 instead of 2.
 
     >>> net = nn.Linear(3, 2); initialize_(net, "xavier", seed=0); net.bias.tolist()
     [0.0, 0.0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -10,29 +12,24 @@ from torch import Tensor
 from torch.nn.grad import conv2d_weight
 
 from ...ops import dispatch
+from ...ops.cuda import driver
 from ...ops.cuda.autograd import DTYPES, HAS_TRITON
 from ...ops.cuda.cached_pass import processors
+from ...ops.cuda.resident import KINDS
 from ...ops.cuda.schedule import power_up, up
 from ...ops.torch_state import is_forward_mode, is_unseen
 from . import channels_last
 
-BLOCKS = 128  # blocks per program
+BLOCKS = 128  # blocks per program of to_blocks
 
 
-class PixelTiling(NamedTuple):
-    """How a kernel divides its work: pixels at a time, warps, loads in flight, and programs per multiprocessor."""
-
-    pixels: int
-    warps: int
-    stages: int
-    programs: int
-
-
-# The fastest tilings that were tried on an H200 for the paper's stem.
-FORWARD = PixelTiling(64, 4, 1, 3)
-BACKWARD = PixelTiling(64, 8, 3, 1)
-# With more outputs, or more values in a window, a program might need more shared memory than a GPU has.
-MAX_OUTPUTS, MAX_VALUES = 128, 256
+SOURCE = Path(__file__).with_name("pixel_blocks.cu")
+# The kernel that pixel_blocks.cu supports, the paper's first convolution: (outputs, inputs, height, width).
+STEM = (64, 3, 7, 7)
+VALUES = 256  # values of the blocks that an output pixel depends on
+PIXELS = 256  # output pixels that a program of pixel_blocks.cu processes at a time
+THREADS = {"convolve": 128, "kernel_gradient": 256, "add_parts": 256}  # per program
+EACH = {"convolve": 2, "kernel_gradient": 1, "add_parts": 8}  # programs per multiprocessor
 
 
 class Window(NamedTuple):
@@ -86,7 +83,7 @@ def _takes(x: Tensor) -> bool:
 
 
 def _has_kernels(x: Tensor) -> bool:
-    """Return whether Triton's kernels may run on the device of ``x``; they are untested on ROCm."""
+    """Return whether the Triton kernels support the device of ``x``; they are untested on ROCm."""
     return HAS_TRITON and dispatch.FAST and x.is_cuda and torch.version.hip is None
 
 
@@ -104,8 +101,7 @@ def write_blocks(x: Tensor, blocks: Tensor, before: int) -> None:
 def convolve_by_blocks(x: Tensor, kernel: Tensor, bias: Tensor | None = None) -> Tensor:
     """Convolve at stride 2, with an odd kernel size K and padding K // 2, as a stride-1 convolution of 2x2 blocks.
 
-    In half precision on a GPU, this is a matrix product with the windows of the output pixels as rows. A row of a
-    window is contiguous in memory, so it can be loaded at once. cuDNN loads each block separately, which takes longer.
+    On a GPU in half precision, pixel_blocks.cu computes the paper's first convolution and its kernel's gradient.
 
     Raises:
         RuntimeError: if the image and the kernel have different numbers of channels.
@@ -118,23 +114,24 @@ def convolve_by_blocks(x: Tensor, kernel: Tensor, bias: Tensor | None = None) ->
     if bias is None and _can_convolve(blocks, kernel):
         y: Tensor = _Convolution.apply(blocks, kernel)  # type: ignore[no-untyped-call]
         return y
-    # Add the zero tap at the kernel's start or end, so that its size is even.
+    # Pad the kernel with zeros at its start or end, so that its size is even.
     kernel = F.pad(kernel, (front, 1 - front) * 2).unflatten(3, (taps, 2)).unflatten(2, (taps, 2))
     kernel = F.pad(kernel.permute(0, 2, 4, 3, 5, 1).flatten(3), (0, blocks.shape[1] - 4 * inputs))
     return F.conv2d(blocks, kernel.permute(0, 3, 1, 2), bias)
 
 
 def _can_convolve(blocks: Tensor, kernel: Tensor) -> bool:
-    if not _has_kernels(blocks) or torch.cuda.get_device_capability(blocks.device) < (8, 0):
+    if not _has_kernels(blocks) or kernel.shape != STEM or driver.unavailable() is not None:
         return False
-    outputs, taps = len(kernel), Window.of(kernel.shape[-1]).taps
-    values = taps**2 * blocks.shape[1]
-    powers = outputs == power_up(outputs) and values == power_up(values)
-    fits = 16 <= outputs <= MAX_OUTPUTS and 16 <= values <= MAX_VALUES and taps <= min(blocks.shape[2:])
-    half = blocks.dtype in (torch.bfloat16, torch.float16) and kernel.device == blocks.device
+    device = blocks.device
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    needed = max(_shared_memory(name, blocks.shape[3]) for name in ("convolve", "kernel_gradient"))
+    fits = min(blocks.shape[2:]) >= Window.of(STEM[-1]).taps and needed <= _available(device)
+    half = blocks.dtype in (torch.bfloat16, torch.float16) and kernel.device == device
     cast = torch.is_autocast_enabled("cuda") and kernel.dtype in DTYPES
     plain = is_unseen(blocks, kernel) and not is_forward_mode() and not blocks.requires_grad
-    return powers and fits and half and plain and (cast or kernel.dtype == blocks.dtype) and blocks.numel() < 2**31
+    return fits and half and plain and (cast or kernel.dtype == blocks.dtype) and 0 < blocks.numel() < 2**31
 
 
 class _Convolution(torch.autograd.Function):
@@ -144,7 +141,7 @@ class _Convolution(torch.autograd.Function):
         n, _, rows, columns = blocks.shape
         more = Window.of(kernel.shape[-1]).taps - 1
         y = channels_last.empty(blocks, (n, len(kernel), rows - more, columns - more))
-        run_convolve(blocks.movedim(1, -1), kernel.contiguous(), y.movedim(1, -1))
+        run_convolve(blocks.movedim(1, -1), kernel.float().contiguous(), y.movedim(1, -1))
         return y
 
     @staticmethod
@@ -154,7 +151,7 @@ class _Convolution(torch.autograd.Function):
         if torch.is_grad_enabled() or batched or not is_unseen(dy, blocks, kernel):
             return None, _differentiable_gradient(blocks, dy, kernel)
         # Saved-tensor hooks such as save_on_cpu may change the layout of blocks.
-        found = run_kernel_gradient(blocks.movedim(1, -1).contiguous(), dy.movedim(1, -1).contiguous(), kernel.shape)
+        found = run_kernel_gradient(aligned(blocks.movedim(1, -1)), aligned(dy.movedim(1, -1)))
         return None, found.to(kernel.dtype)
 
 
@@ -170,53 +167,75 @@ def _differentiable_gradient(blocks: Tensor, dy: Tensor, kernel: Tensor) -> Tens
 
 
 def run_convolve(blocks: Tensor, kernel: Tensor, y: Tensor) -> None:
-    """Run the Triton kernel that convolves blocks.
+    """Run the CUDA kernel that convolves blocks.
 
     Args:
-        blocks: dense, of shape (N, rows, columns, channels).
-        kernel: dense, of shape (outputs, inputs, K, K).
-        y: where to write the output; dense, of shape (N, rows, columns, outputs).
+        blocks: of shape (N, rows, columns, channels). All tensors must be dense and start at multiples of 16 bytes.
+        kernel: of shape (outputs, inputs, K, K), in float32.
+        y: where to write the output; of shape (N, rows, columns, outputs).
     """
-    from .triton.pixel_blocks import convolve
-
-    numbers = (*_numbers(y), *_constants(blocks, kernel.shape), FORWARD.pixels)
-    with torch.cuda.device_of(y):  # Triton launches on the current device
-        convolve[(_programs(FORWARD, y),)](blocks, kernel, y, *numbers, **_options(FORWARD))
+    _run("convolve", blocks, y, kernel, y)
 
 
-def run_kernel_gradient(blocks: Tensor, dy: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Return the gradient, in float32, of a kernel of this shape.
-
-    Args:
-        blocks: dense, of shape (N, rows, columns, channels).
-        dy: the gradient of the output of :func:`run_convolve`; dense.
-        shape: (outputs, inputs, K, K).
-    """
-    from .triton.pixel_blocks import kernel_gradient
-
-    programs = _programs(BACKWARD, dy)
-    partial = torch.empty(programs, *shape, dtype=torch.float32, device=dy.device)
-    numbers = (*_numbers(dy), *_constants(blocks, shape), BACKWARD.pixels)
-    with torch.cuda.device_of(dy):
-        kernel_gradient[(programs,)](blocks, dy, partial, *numbers, **_options(BACKWARD))
-    return partial.sum(0)
+def run_kernel_gradient(blocks: Tensor, dy: Tensor) -> Tensor:
+    """Return the kernel's gradient, in float32, given the gradient ``dy`` of what :func:`run_convolve` writes."""
+    programs = _programs("kernel_gradient", dy)
+    partial = torch.empty(programs, STEM[0], VALUES, dtype=torch.float32, device=dy.device)
+    _run("kernel_gradient", blocks, dy, dy, partial)
+    total = torch.empty(STEM, dtype=torch.float32, device=dy.device)
+    kernel, arguments = _kernel("add_parts", dy.dtype, 4 * THREADS["add_parts"], dy.device)
+    pointers = (partial.data_ptr(), total.data_ptr())
+    arguments.launch(kernel, STEM[0] * VALUES // 32, (*pointers, programs), _stream(dy))
+    return total
 
 
-def _programs(tiling: PixelTiling, y: Tensor) -> int:
-    tiles = up(y.numel() // y.shape[-1], tiling.pixels)
-    return min(tiles, tiling.programs * processors(y.device))
+def aligned(t: Tensor) -> Tensor:
+    """Return a dense tensor that starts at a multiple of 16 bytes: ``t`` itself if possible, else a copy."""
+    t = t.contiguous()
+    return t if t.data_ptr() % 16 == 0 else t.clone()
 
 
-def _numbers(y: Tensor) -> tuple[int, int, int]:
+def _run(name: str, blocks: Tensor, y: Tensor, *others: Tensor) -> None:
     n, rows, columns, _ = y.shape
-    return n * rows * columns, rows, columns
+    width = blocks.shape[2]
+    kernel, arguments = _kernel(name, blocks.dtype, _shared_memory(name, width), blocks.device)
+    values = (*(t.data_ptr() for t in (blocks, *others)), n, rows, columns, _tile_bytes(width))
+    arguments.launch(kernel, _programs(name, y), values, _stream(y))
 
 
-def _constants(blocks: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
-    outputs, inputs, size, _ = shape
-    taps, front, _ = Window.of(size)
-    return taps, blocks.shape[-1], outputs, inputs, size, front
+@cache
+def _kernel(name: str, dtype: torch.dtype, shared: int, device: torch.device) -> tuple[driver.Kernel, driver.Arguments]:
+    definitions = {"KIND": KINDS[dtype], "PIXELS": PIXELS, "THREADS": THREADS[name], "EACH": EACH[name]}
+    if name == "convolve":
+        definitions["FORWARD"] = 1
+    fields = "PPi" if name == "add_parts" else "PPPiiii"
+    kernel = driver.load(SOURCE, name, tuple(definitions.items()), THREADS[name], shared, device)
+    return kernel, driver.Arguments(*fields)
 
 
-def _options(tiling: PixelTiling) -> dict[str, int]:
-    return {"num_warps": tiling.warps, "num_stages": tiling.stages}
+def _stream(t: Tensor) -> int:
+    return torch._C._cuda_getCurrentRawStream(t.get_device()) if t.is_cuda else 0
+
+
+def _programs(name: str, y: Tensor) -> int:
+    n, rows, columns, _ = y.shape
+    return min(n * up(rows * columns, PIXELS), EACH[name] * processors(y.device))
+
+
+def _tile_bytes(width: int) -> int:
+    """Return the size of the blocks that a tile needs, at most; ``width`` is the number of blocks per row."""
+    more = Window.of(STEM[-1]).taps - 1
+    columns = width - more
+    rows = (columns + PIXELS - 2) // columns + 1  # rows of output pixels in a tile, at most
+    return (rows + more) * width * 32
+
+
+def _shared_memory(name: str, width: int) -> int:
+    """Return the bytes of shared memory that a program of pixel_blocks.cu needs."""
+    # Besides two tiles' blocks and indices: the weights, with padding, or two tiles of dy.
+    others = STEM[0] * (VALUES + 8) * 2 if name == "convolve" else 2 * PIXELS * STEM[0] * 2
+    return 8 * PIXELS + 2 * _tile_bytes(width) + others
+
+
+def _available(device: torch.device) -> int:
+    return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0))

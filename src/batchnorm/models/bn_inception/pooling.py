@@ -1,7 +1,6 @@
 """Pooling of 3x3 windows: torch's modules, with this library's kernels for channels-last CUDA tensors.
 
-Torch's kernels take several times as long as it takes to read and write their data. For the backward pass of max
-pooling, torch saves an index of eight bytes per maximum; these kernels save four bits.
+For the backward pass of max pooling, torch saves an index of eight bytes per maximum; these kernels save four bits.
 """
 
 from __future__ import annotations
@@ -16,8 +15,10 @@ from torch import Tensor, nn
 from ...ops.cuda.layout import row_stride
 from ...ops.cuda.schedule import up
 from ...ops.cuda.triton_launch import TritonLaunch
+from ...ops.torch_state import is_unseen
 from .channels_last import ChannelTiles, ColumnTiles, alignment, empty, readable, takes
 
+PIXELS, CHANNELS = 64, 128  # of a tile of the kernels in triton/global_pool.py
 UNROLL = 2  # rows per loop iteration; more than one saves copies between registers
 
 
@@ -42,7 +43,7 @@ class MaxPool2d(nn.MaxPool2d):
 
     @property
     def has_kernel(self) -> bool:
-        """Whether a kernel supports the options: the stride must be 1 or 2, and all others as ``__init__`` set them."""
+        """Whether a kernel supports the options: the stride must be 1 or 2, and all other options must be unchanged."""
         options = (self.kernel_size, self.padding, self.dilation, self.return_indices, self.ceil_mode)
         return options == (3, 1, 1, False, False) and self.stride in (1, 2)
 
@@ -66,7 +67,7 @@ class AvgPool2d(nn.AvgPool2d):
 
     @property
     def has_kernel(self) -> bool:
-        """Whether a kernel supports the options: all of them must be as ``__init__`` set them."""
+        """Whether a kernel supports the options: all of them must be unchanged."""
         options = (self.kernel_size, self.stride, self.padding, self.ceil_mode, self.count_include_pad)
         return options == (3, 1, 1, False, False) and self.divisor_override is None
 
@@ -87,7 +88,39 @@ class GlobalAvgPool2d(nn.AdaptiveAvgPool2d):
         """Return means of shape (N, C, 1, 1)."""
         if isinstance(x, torch.fx.Proxy) or not x.is_cuda:
             return super().forward(cast(Tensor, x))
-        return x.permute(0, 2, 3, 1).mean((1, 2))[:, :, None, None]
+        if takes(x) and not torch.compiler.is_compiling():
+            means: Tensor = _GlobalAverage.apply(x)  # type: ignore[no-untyped-call]
+        else:
+            means = x.permute(0, 2, 3, 1).mean((1, 2))
+        return means[:, :, None, None]
+
+
+class _GlobalAverage(torch.autograd.Function):
+    """Average a channels-last tensor of shape (N, C, H, W); the result has the shape (N, C)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        from .triton.global_pool import average
+
+        ctx.shape = x.shape
+        n, c, h, w = x.shape
+        y = torch.empty((n, c), dtype=x.dtype, device=x.device)
+        with torch.cuda.device_of(x):  # Triton launches on the current device
+            average[(n * up(c, CHANNELS),)](x, y, h * w, c, row_stride(x), PIXELS, CHANNELS)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        n, c, h, w = ctx.shape
+        if torch.is_grad_enabled() or not is_unseen(dy) or torch._C._functorch.is_legacy_batchedtensor(dy):
+            spread_out: Tensor = (dy / (h * w))[..., None, None].expand(n, c, h, w)
+            return spread_out
+        from .triton.global_pool import spread
+
+        dx = empty(dy, (n, c, h, w))
+        with torch.cuda.device_of(dy):
+            spread[(n * up(c, CHANNELS),)](dy.contiguous(), dx, h * w, c, PIXELS, CHANNELS)
+        return dx
 
 
 def average_pool(x: Tensor) -> Tensor:

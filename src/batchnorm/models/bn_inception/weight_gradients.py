@@ -1,12 +1,12 @@
-"""Gradients of convolution kernels, computed concurrently with the rest of the backward pass."""
+"""Gradients of weights, computed concurrently with the rest of the backward pass."""
 
 from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -14,28 +14,32 @@ from torch import Tensor
 
 from ...ops.torch_state import is_forward_mode, is_unseen
 
+_A = TypeVar("_A")
+
 
 class WeightGradients:
-    """Compute the gradients of convolution kernels on a separate stream, concurrently with the backward pass.
+    """Compute the gradients of weights on a separate stream, concurrently with the backward pass.
 
-    Use the object in a ``with`` statement around the forward pass; it applies to calls of :func:`convolve`. A
-    kernel's gradient must not be read before :meth:`wait`, so use ``torch.autograd.grad``: ``loss.backward()`` would
-    read the gradients to add them to ``.grad``.
+    Use the object in a ``with`` statement around the forward pass; it applies to calls of :func:`convolve` and
+    :func:`linear`. A weight's gradient must not be read before :meth:`wait`, so use ``torch.autograd.grad``:
+    ``loss.backward()`` would read the gradients to add them to ``.grad``.
     """
 
-    AHEAD = 2  # at most this many gradients are pending; their inputs stay in memory
+    # Wait for the oldest gradients if more than AHEAD are pending and their inputs, which stay in memory, have more
+    # than BYTES bytes.
+    AHEAD, BYTES = 2, 2**29
 
     def __init__(self) -> None:
-        self.stream = torch.cuda.Stream()
+        self.stream, self.update_stream = torch.cuda.Stream(), torch.cuda.Stream()
         self.pending: deque[tuple[torch.cuda.Event, tuple[Tensor, ...]]] = deque()
-        self.others: set[torch.cuda.Stream] = set()  # streams that used :meth:`beside` since the last :meth:`wait`
-        self.uses: Counter[int] = Counter()  # how often this forward pass has used the kernel at each address
-        self.stems: list[Tensor] = []  # outputs of convolutions whose input needs no gradient, such as an image
+        self.others: set[torch.cuda.Stream] = set()  # streams that must be joined by :meth:`wait`
+        self.uses: Counter[int] = Counter()  # how often this forward pass has used the weight at each address
+        self.cuts: list[tuple[Tensor, set[int]]] = []  # see :func:`note_cut`
 
     def __enter__(self) -> None:
         _local.gradients = self
         self.uses.clear()
-        self.stems.clear()
+        self.cuts.clear()
 
     def __exit__(self, *_: object) -> None:
         _local.gradients = None
@@ -44,30 +48,40 @@ class WeightGradients:
     def beside(self) -> Iterator[None]:
         """Run the block on this object's stream; the tensors that it reads must stay in memory until :meth:`wait`."""
         current = torch.cuda.current_stream()
-        self.others.add(current)
+        self.others |= {current, self.stream}
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):
             yield
 
-    def compute(self, dy: Tensor, x: Tensor, weight: Tensor, options: tuple[Any, Any]) -> Tensor:
-        """Return the gradient of ``weight``, which may be incomplete until :meth:`wait`."""
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Run the block on a third stream, after all gradients so far; its inputs must stay in memory as well."""
+        for stream in (torch.cuda.current_stream(), self.stream):
+            self.update_stream.wait_stream(stream)
+        self.others.add(self.update_stream)
+        with torch.cuda.stream(self.update_stream):
+            yield
+
+    def compute(self, function: Callable[..., _A], *inputs: Tensor) -> _A:
+        """Return ``function(*inputs)``, which computes gradients; they may be incomplete until :meth:`wait`."""
         with self.beside():
-            _, dweight = _convolution_gradients(dy, x, weight, options, (False, True))
+            found = function(*inputs)
             event = torch.cuda.Event()
             event.record()
-        self.pending.append((event, (dy, x)))
-        while len(self.pending) > self.AHEAD:
+        self.pending.append((event, inputs))
+        while len(self.pending) > self.AHEAD and self._pending_bytes() > self.BYTES:
             done, _ = self.pending.popleft()
             # After this loop, the memory of the gradient's inputs can be reused, because later work waits for `done`.
-            for stream in self.others:
+            for stream in self.others - {self.stream, self.update_stream}:
                 stream.wait_event(done)
-        return dweight
+        return found
+
+    def _pending_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for _, inputs in self.pending for t in inputs)
 
     def wait(self) -> None:
         """Make the current stream wait for all gradients."""
-        if not self.others:  # nothing ran on self.stream, and a CUDA graph capture must not wait for an unused stream
-            return
-        for stream in (self.stream, *self.others):  # a CUDA graph capture must join all streams used in it
+        for stream in self.others:  # a CUDA graph capture must join all streams used in it, and no others
             torch.cuda.current_stream().wait_stream(stream)
         self.pending.clear()
         self.others.clear()
@@ -85,10 +99,13 @@ def is_aside() -> bool:
     return _local.gradients is not None
 
 
-def note_stem(x: Tensor, y: Tensor) -> None:
-    """Tell an enclosing :class:`WeightGradients` block that ``y`` is a convolution of ``x``, usually the image."""
-    if _local.gradients is not None and not x.requires_grad and y.requires_grad:
-        _local.gradients.stems.append(y)
+def note_cut(x: Tensor, before: Iterable[Tensor]) -> None:
+    """Tell an enclosing :class:`WeightGradients` block that all weights but ``before`` are used after ``x``.
+
+    The gradients of the other weights are then known as soon as that of ``x`` is.
+    """
+    if _local.gradients is not None and x.requires_grad:
+        _local.gradients.cuts.append((x, set(map(id, before))))
 
 
 def convolve(x: Tensor, weight: Tensor, stride: Any, padding: Any) -> Tensor:
@@ -116,11 +133,46 @@ class _Convolution(torch.autograd.Function):
         # If a kernel is used more than once, autograd adds up its gradients, without waiting for the separate stream.
         if torch.is_grad_enabled() or ctx.gradients.uses[weight.data_ptr()] > 1:
             return *_convolution_gradients(dy, x, weight, ctx.options, (True, True)), None, None, None
-        dweight = ctx.gradients.compute(dy, x, weight, ctx.options)
+        dweight = ctx.gradients.compute(
+            lambda dy, x: _convolution_gradients(dy, x, weight, ctx.options, (False, True))[1], dy, x
+        )
         dx = None
         if ctx.needs_input_grad[0]:
             dx, _ = _convolution_gradients(dy, x, weight, ctx.options, (True, False))
         return dx, dweight, None, None, None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Apply a linear layer; in a :class:`WeightGradients` block, a separate stream computes its weights' gradients."""
+    gradients = _local.gradients
+    if gradients is None or bias is None or x.dim() != 2 or x.dtype != weight.dtype or not x.requires_grad:
+        return F.linear(x, weight, bias)
+    if not is_unseen(x, weight, bias) or is_forward_mode() or weight._backward_hooks or bias._backward_hooks:
+        return F.linear(x, weight, bias)
+    gradients.uses[weight.data_ptr()] += 1
+    y: Tensor = _Linear.apply(x, weight, bias, gradients)  # type: ignore[no-untyped-call]
+    return y
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, gradients: WeightGradients) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.gradients, ctx.dtype = gradients, bias.dtype
+        return F.linear(x, weight, bias.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
+        x, weight = ctx.saved_tensors
+
+        def parameters(dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+            return dy.t() @ x, dy.sum(0, dtype=ctx.dtype)
+
+        with torch.autocast(dy.device.type, enabled=False):
+            if torch.is_grad_enabled() or ctx.gradients.uses[weight.data_ptr()] > 1:
+                return dy @ weight, *parameters(dy, x), None
+            dweight, dbias = ctx.gradients.compute(parameters, dy, x)
+            return dy @ weight, dweight, dbias, None
 
 
 def _convolution_gradients(

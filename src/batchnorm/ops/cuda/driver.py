@@ -25,7 +25,7 @@ class Refused(RuntimeError):
     """Raised if a device cannot run a launch, for example because another process uses a part of the device."""
 
 
-Launcher = Callable[[int, Any, int], None]  # programs, pointers to the arguments, stream
+Launcher = Callable[[int, Any, int], None]  # takes the number of programs, pointers to the arguments, and the stream
 
 
 class Arguments:
@@ -33,7 +33,7 @@ class Arguments:
 
     Args:
         fields: one field per argument: a string of :mod:`struct` format characters if the argument changes from launch
-            to launch, else its value.
+            to launch, else its value as a :mod:`ctypes` object.
 
     >>> arguments = Arguments("P", ctypes.c_int(7), "f")
     >>> arguments.launch(lambda programs, pointers, stream: print(programs, len(pointers)), 4, (0, 0.5), 0)
@@ -101,7 +101,8 @@ class Kernel:
         """Launch the kernel; ``arguments`` is an array of pointers to its arguments.
 
         Raises:
-            Refused: if the device cannot run so many programs at once.
+            Refused: if the device cannot run the launch, for example because too few programs can run at once.
+            RuntimeError: for any other error of the driver.
         """
         if self.device != torch._C._cuda_getDevice():
             with torch.cuda.device(self.device):
@@ -120,13 +121,14 @@ class Launch(NamedTuple):
     programs: int
     arguments: Arguments
     values: tuple[Any, ...]  # the values of the arguments that change from launch to launch
-    present: tuple[int, ...]  # indices of the pass's tensors that are not None; their addresses come first in `values`
+    # For a Triton kernel: the indices of the tensors that are not None; their addresses come first in `values`.
+    present: tuple[int, ...]
 
     def described(self, slots: Iterable[int | None]) -> tuple[Any, ...]:
         """Describe the launch for autograd.cpp.
 
-        For each argument that changes, ``slots`` has the index of its value in autograd.cpp, or None if the extension
-        should leave the argument as it is.
+        For each argument that changes, ``slots`` has the index of its value in the array ``values`` of autograd.cpp, or
+        None if the extension should leave the argument as it is.
         """
         k = self.kernel
         image, starts, changing = self.arguments.layout(self.values)
@@ -135,12 +137,19 @@ class Launch(NamedTuple):
 
 
 def load(
-    file: str, name: str, definitions: tuple[tuple[str, int], ...], threads: int, shared: int, device: torch.device
+    file: Path,
+    name: str,
+    definitions: tuple[tuple[str, int], ...],
+    threads: int,
+    shared: int,
+    device: torch.device,
+    cooperative: bool = False,
 ) -> Kernel:
     """Compile the kernel ``name`` of ``file`` for a device, and load it.
 
     Raises:
-        RuntimeError: if the file does not compile; the message contains the compiler's log.
+        RuntimeError: if the file does not compile (the message contains the compiler's log), or if the driver cannot
+            load the kernel.
     """
     driver = library()
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
@@ -148,12 +157,12 @@ def load(
         check(driver.cuModuleLoadData(ctypes.byref(module), _compile(file, definitions)))
         check(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
         check(driver.cuFuncSetAttribute(function, _DYNAMIC_SHARED_MEMORY, shared))
-    return Kernel(function.value or 0, threads, shared, device.index, cooperative=True)
+    return Kernel(function.value or 0, threads, shared, device.index, cooperative=cooperative)
 
 
 @cache
 def unavailable() -> str | None:
-    """Return why the driver or the compiler cannot be loaded; None if both can."""
+    """Return why the driver or the compiler cannot be loaded, or None if both can be loaded."""
     try:
         library(), _compiler()
     except OSError as error:
@@ -161,15 +170,15 @@ def unavailable() -> str | None:
     return None
 
 
-def _compile(file: str, definitions: tuple[tuple[str, int], ...]) -> bytes:
+def _compile(file: Path, definitions: tuple[tuple[str, int], ...]) -> bytes:
     """Compile a file for the current device, unless the user's cache folder has the result."""
-    source = (Path(__file__).parent / file).read_bytes()
+    source = file.read_bytes()
     major, minor = torch.cuda.get_device_capability()
     options = [f"--gpu-architecture=sm_{major}{minor}", *(f"-D{name}={value}" for name, value in definitions)]
     version = ctypes.c_int(), ctypes.c_int()
     _compiler().nvrtcVersion(*map(ctypes.byref, version))
     depends = (source, options, *(number.value for number in version))
-    return compile_cache.kept(Path(file).stem, depends, lambda: _compiled(file, source, options))
+    return compile_cache.kept(file.stem, depends, lambda: _compiled(file.name, source, options))
 
 
 def _compiled(file: str, source: bytes, options: list[str]) -> bytes:

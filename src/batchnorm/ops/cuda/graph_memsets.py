@@ -9,13 +9,15 @@ from __future__ import annotations
 import ctypes
 from ctypes import byref, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from . import driver
 
-THREADS = 256  # per block; each thread of fill.cu writes a word
+SOURCE = Path(__file__).with_name("fill.cu")
+THREADS = 256  # threads per block; each thread of fill.cu writes one 32-bit word
 _KERNEL, _MEMSET, _MEMORY = 0, 2, (10, 11)  # CU_GRAPH_NODE_TYPE_KERNEL, _MEMSET, _MEM_ALLOC and _MEM_FREE
 _PRIORITY = 8  # CU_LAUNCH_ATTRIBUTE_PRIORITY
 _LOSSY = 402  # CUDA_ERROR_LOSSY_QUERY
@@ -59,8 +61,8 @@ def replace_memsets(graph: int) -> int:
     """Replace memsets in a captured graph that is not instantiated yet, and return how many were replaced.
 
     A memset is not replaced if it is two-dimensional, does not fill whole 32-bit words with one value, or has
-    programmatic dependencies. If the graph allocates or frees memory, none is replaced, because the driver then does
-    not remove nodes.
+    programmatic dependencies. If the graph allocates or frees memory, no memset is replaced, because the driver does
+    not remove nodes from such a graph.
 
     Args:
         graph: the graph's handle, from ``torch.cuda.CUDAGraph.raw_cuda_graph``.
@@ -70,7 +72,7 @@ def replace_memsets(graph: int) -> int:
     if any(kind in _MEMORY for kind in kinds.values()):
         return 0
     replaced = 0
-    # From last to first, so that a memset before another one gets the priority of the kernels behind both.
+    # Replace the last memset first, so that a memset before it can get the priority of the new kernel.
     for node in (node for node, kind in reversed(kinds.items()) if kind == _MEMSET):
         memset = _Memset()
         driver.check(run.cuGraphMemsetNodeGetParams(c_void_p(node), byref(memset)))
@@ -100,7 +102,7 @@ def _add_fill(graph: int, memset: _Memset, words: int, before: list[int]) -> c_v
 
 @cache
 def _fill(device: int) -> int:
-    return driver.load("fill.cu", "fill", (), THREADS, 0, torch.device("cuda", device)).function
+    return driver.load(SOURCE, "fill", (), THREADS, 0, torch.device("cuda", device)).function
 
 
 def _nodes(query: Any, of: int) -> list[int] | None:
@@ -123,7 +125,7 @@ def _kind(node: int) -> int:
 
 
 def _priority(nodes: list[int]) -> int:
-    """Return the highest priority of the kernels among ``nodes``, which is the lowest number; 0 if there are none."""
+    """Return the highest priority (the lowest number) of the kernels among ``nodes``; 0 if no node is a kernel."""
     found = [0]
     for node in nodes:
         if _kind(node) == _KERNEL:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -17,20 +18,22 @@ from . import driver
 from .layout import Geometry, magic_of
 from .schedule import AT_ONCE, megabytes_of, up
 
+SOURCE = Path(__file__).with_name("resident.cu")
 KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 WIDTH = 16  # bytes of a vector
 SHARED = 232_448  # bytes of shared memory for all programs on a multiprocessor together
 CACHE = 40_000_000  # a tensor of up to this many bytes stays in the L2 cache during a pass
-BATCHES = 8  # maximum number of batches of 4 vectors that a thread keeps on chip; it waits for each batch separately
+BATCHES = 8  # maximum number of batches, of 4 vectors each, that a thread keeps on chip
 
 
 class Residence(NamedTuple):
-    """The launch parameters of the kernel."""
+    """Hold the launch parameters of resident.cu."""
 
     threads: int
     each: int  # programs per multiprocessor
     lanes: int  # vectors in a row of a slice; 1 if a slice is a channel
-    plane: int  # a channel's locations in one example if woven (a vector may hold values of two channels), else 0
+    # The number of a channel's locations in one example if woven (a vector may hold values of two channels), else 0.
+    plane: int
     kept: int  # vectors of each tensor that a thread keeps on chip
     parts: int
     slices: int
@@ -56,7 +59,7 @@ class Residence(NamedTuple):
 
     @property
     def words(self) -> int:
-        """The number of int32 counters: two for the layer, and a barrier for each slice."""
+        """The number of int32 counters: one used only by Triton kernels, one for finished warps, and one per slice."""
         return 2 + self.slices
 
     @property
@@ -68,7 +71,7 @@ class Residence(NamedTuple):
 def make(
     g: Geometry, itemsize: int, tensors: int, processors: int, threads: int, each: int, lanes: int, parts: int
 ) -> Residence:
-    """Plan a launch with at most ``parts`` parts that keeps ``tensors`` tensors on chip."""
+    """Plan a launch with at most ``parts`` parts that keeps as much as possible of ``tensors`` tensors on chip."""
     v = WIDTH // itemsize
     plane = 0
     if g.nhwc:
@@ -114,7 +117,7 @@ def _of_planes(
 ) -> Residence | None:
     """Choose the launch for a channels-first tensor."""
     megabytes, channel = megabytes_of(g, itemsize), g.rows * itemsize
-    # Whether all channels fit at once, but only with two programs per multiprocessor (one channel per program).
+    # Whether one program per channel fits on the device, but only with two programs per multiprocessor.
     at_once = processors < g.channels <= 2 * processors
 
     def plan(threads: int, each: int, parts: int = 0) -> Residence:
@@ -135,7 +138,8 @@ def _of_planes(
         if megabytes > 250:
             return plan(512, 2, up(channel, 100 * 1024)) if processors < g.channels < 2 * processors else None
         if megabytes >= 20:
-            # With about as many channels as multiprocessors, four parts per channel balance the load better than one.
+            # With about as many channels as multiprocessors, four parts per channel balance the load better than the
+            # default of one or two.
             return plan(512, 2, 4 if 0.95 * processors <= g.channels <= 1.5 * processors else 0)
         return plan(512, 1) if g.channels <= processors else plan(256, 2)
     if megabytes < (6 if residual else 16) or megabytes > (200 if residual else 250):
@@ -185,7 +189,7 @@ def choose_layers(
 ) -> Residence | None:
     """Choose the launch for several layers; ``g`` is the geometry of all their channels together.
 
-    Returns None if other kernels are faster.
+    Returns None if other kernels are faster or resident.cu does not support these channels and strides.
     """
     v = WIDTH // itemsize
     if any(n % v for n in (*channels, *strides)):
@@ -201,8 +205,8 @@ def choose_layers(
 def _in_rounds(g: Geometry, channels: tuple[int, ...], itemsize: int, processors: int) -> Residence | None:
     """Plan a backward pass that processes as many slices at a time as fit on chip.
 
-    Returns None if all slices fit at once, if fewer than two fit, if a partly empty last round would waste more than a
-    tenth of the capacity, or if wider slices are faster.
+    Returns None in four cases: all slices fit at once, fewer than two slices fit, a partly empty last round would waste
+    more than a tenth of the capacity, or wider slices are faster.
     """
     lanes, threads = 4, 512
     slices = sum(up(c * itemsize, lanes * WIDTH) for c in channels)
@@ -212,7 +216,7 @@ def _in_rounds(g: Geometry, channels: tuple[int, ...], itemsize: int, processors
     if not 2 <= groups < slices or slices / (up(slices, groups) * groups) < 0.9:
         return None
     if all(c * itemsize % (8 * WIDTH) == 0 for c in channels):
-        return None  # slices of 8 vectors leave no lanes idle and are faster, although some values are read twice
+        return None  # slices of 8 vectors are faster then, although some values are read twice
     r = make(g, itemsize, 2, processors, threads, 1, lanes, processors // groups)
     return r._replace(slices=slices, groups=groups)
 
@@ -251,7 +255,10 @@ def _of_layers(
 
 
 def weaves(g: Geometry, itemsize: int, backward: bool, residual: bool) -> bool:
-    """Return whether to process a tensor in woven form (see resident.cu); with a residual, both passes must agree."""
+    """Return whether to process a tensor in woven form (see WOVEN in resident.cu).
+
+    With a residual, the forward and the backward pass get the same answer, because they share the sign bits.
+    """
     v = WIDTH // itemsize
     # Check the size first: for symbolic shapes, torch.compile then often needs no other guard.
     if megabytes_of(g, itemsize) < 4 or g.nhwc or g.width < 2 * v or g.stride % v:
@@ -266,8 +273,8 @@ def weaves(g: Geometry, itemsize: int, backward: bool, residual: bool) -> bool:
 def woven_lanes(g: Geometry, itemsize: int, residual: bool) -> int | None:
     """Return how many vectors of one example a slice has in woven form, or None if the woven form does not apply.
 
-    This is the smallest number of vectors that hold whole channels. With a residual, the sign bits of these vectors
-    also fill whole bytes.
+    This is the smallest number of vectors that hold a whole number of channels. With a residual, the sign bits of these
+    vectors also fill whole bytes.
 
     >>> from .layout import geometry_of
     >>> woven_lanes(geometry_of(torch.empty(2, 64, 7, 7)), 2, False)  # 8 channels of 49 are 49 vectors of 8
@@ -284,7 +291,7 @@ def woven_lanes(g: Geometry, itemsize: int, residual: bool) -> int | None:
 
 @cache
 def runs_on(device: torch.device) -> bool:
-    """Return whether the kernel can run on a device: it needs Hopper's shared memory, NVRTC and all multiprocessors."""
+    """Return whether the kernel can run on a device: it needs a Hopper GPU, NVRTC and AT_ONCE = 1 or 2."""
     alone = 0 < AT_ONCE <= 2  # 2 is allowed: on two streams, one launch waits until the other is done
     if device.type != "cuda":
         return False
@@ -340,7 +347,7 @@ def _kernel(
         "BACKWARD" if backward else "FORWARD": 1, **{known.upper(): i for i, known in enumerate(NAMES)},
     }  # fmt: skip
     shared = kept * threads * WIDTH * (2 if backward or added else 1)
-    return driver.load("resident.cu", name, tuple(definitions.items()), threads, shared, device)
+    return driver.load(SOURCE, name, tuple(definitions.items()), threads, shared, device, cooperative=True)
 
 
 def layers_kernel(

@@ -13,7 +13,8 @@ def update(table, chunks, momentum, CHUNK: tl.constexpr, ALIGNED: tl.constexpr):
     ``table`` has a row of seven numbers for each tensor. The first five are the addresses of the weights, the velocity,
     the gradient, the bfloat16 copy (0 if there is none) and the learning rate. The last two are the number of elements
     and the bits of the weight decay. If ALIGNED, all addresses are multiples of 16, and all numbers of elements are
-    multiples of 8. ``chunks`` has two numbers for each program: the row of its tensor, and its first element.
+    multiples of 8. ``chunks`` has two numbers for each program: the row of its tensor in ``table``, and the
+    index of its first element.
     """
     row = table + 7 * tl.load(chunks + 2 * tl.program_id(0))
     at = tl.load(chunks + 2 * tl.program_id(0) + 1)

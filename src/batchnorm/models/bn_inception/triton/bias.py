@@ -20,7 +20,7 @@ def place(C, V: tl.constexpr):
 
 @triton.jit
 def tile_of(first, last, C, channel, P: tl.constexpr):
-    """Return the P pixels from ``first`` on, [P, 1], and a mask of the tile's values that exist, [P, V]."""
+    """Return the indices [P, 1] of the P pixels from ``first`` on, and a mask [P, V] of the values that exist."""
     pixel = first + tl.arange(0, P)
     return pixel.to(tl.int64)[:, None], (pixel < last)[:, None] & (channel < C)[None, :]
 

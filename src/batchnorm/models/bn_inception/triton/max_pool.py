@@ -303,7 +303,7 @@ def max_backward_2(
     If ``stats`` is given, ``other`` is x, the input of the normalization. The kernel then writes the gradient of x,
     dx = scale dz - (k2 (x - base) + k0), as ops/cuda/triton/backward.py does.
     """
-    # Process the units in reverse order: the values that max_sums read last are still in the cache.
+    # Process the units in reverse order: the values that max_sums read last may still be in the cache.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     unit, _, channel, half, here, half_here, _, pixel_bytes = slice_of(program, C, A, V)
     base, scale, k2, k0 = None, None, None, None
@@ -369,7 +369,7 @@ def window_gradient(
     windows, row, exists, here, half_here, H, W,
     BELOW: tl.constexpr, BESIDE: tl.constexpr, P: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """Return the gradients that pixels get from the windows BELOW rows below them and BESIDE columns to their right."""
+    """Return the gradients that pixels get from windows BELOW rows further down and BESIDE columns further right."""
     # The pixel's position is UP in a window below it (BELOW is 1), and DOWN in a window above it (BELOW is -1).
     PLACE: tl.constexpr = (0 if BELOW == 0 else UP if BELOW == 1 else DOWN) + (
         0 if BESIDE == 0 else LEFT if BESIDE == 1 else RIGHT
@@ -389,7 +389,7 @@ def max_backward_1(
     dy, where, dx, other, columns, C, H, W, out_H, out_W, share, dy_stride,
     P: tl.constexpr, V: tl.constexpr, A: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of max pooling's input at stride 1, plus ``other`` if given; each pixel is in nine windows."""
+    """Write the gradient of max pooling's input at stride 1, plus ``other`` if it is given."""
     unit, _, channel, half, here, half_here, _, pixel_bytes = slice_of(tl.program_id(0), C, A, V)
     image, column, exists, first, last = columns_of(unit, columns, H, share, W, P)
     gradients, step, dy_pitch = pixels_of(dy, image, column, channel, half, H, W, dy_stride, A)

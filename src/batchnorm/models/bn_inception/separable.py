@@ -1,0 +1,92 @@
+"""Compose the two kernels of a separable convolution into one dense kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ops import dispatch
+from ...ops.cuda.autograd import HAS_TRITON
+from ...ops.cuda.schedule import power_up, up
+from ...ops.torch_state import is_forward_mode, is_unseen
+
+CHANNELS = 8  # output channels per program
+LARGEST = 2**14  # values of a dense kernel's gradient for one input channel, which a program keeps on chip
+
+
+def compose(pointwise: Tensor, depthwise: Tensor, inputs: int) -> Tensor:
+    """Return W[o, i] = sum_m P[o, i, m] D[i, m], in the parameters' dtype even under autocast.
+
+    Args:
+        pointwise: P, the weight of the 1x1 convolution, of shape (outputs, inputs * multiplier, 1, 1).
+        depthwise: D, the weight of the depthwise convolution, of shape (inputs * multiplier, 1, height, width).
+        inputs: input channels.
+    """
+    if torch.compiler.is_compiling() or not _takes(pointwise, depthwise):
+        return _composed(pointwise, depthwise, inputs)
+    weight: Tensor = _Composition.apply(pointwise, depthwise, inputs)  # type: ignore[no-untyped-call]
+    return weight
+
+
+def _composed(pointwise: Tensor, depthwise: Tensor, inputs: int) -> Tensor:
+    p = pointwise.unflatten(1, (inputs, -1))
+    d = depthwise.squeeze(1).unflatten(0, (inputs, -1))
+    weight: Tensor = (p * d.unsqueeze(0)).sum(2)
+    return weight
+
+
+def _takes(p: Tensor, d: Tensor) -> bool:
+    if not HAS_TRITON or not dispatch.FAST or not p.is_cuda or torch.version.hip is not None:
+        return False
+    same = p.device == d.device and p.dtype == d.dtype == torch.float32 and p.is_contiguous() and d.is_contiguous()
+    fits = power_up(len(p)) * power_up(d[0].numel()) <= LARGEST
+    return same and fits and is_unseen(p, d) and not is_forward_mode()
+
+
+class _Composition(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, pointwise: Tensor, depthwise: Tensor, inputs: int) -> Tensor:
+        ctx.save_for_backward(pointwise, depthwise)
+        ctx.inputs = inputs
+        return run_compose(pointwise, depthwise, inputs)
+
+    @staticmethod
+    def backward(ctx: Any, dweight: Tensor) -> tuple[Tensor, Tensor, None]:
+        p, d = ctx.saved_tensors
+        batched = torch._C._functorch.is_legacy_batchedtensor(dweight)  # is_grads_batched=True
+        if torch.is_grad_enabled() or batched or not is_unseen(dweight, p, d):
+            g = dweight.unsqueeze(2)
+            dp = (g * d.reshape(1, ctx.inputs, -1, *d.shape[2:])).sum((-2, -1))
+            dd = (g * p.reshape(len(p), ctx.inputs, -1, 1, 1)).sum(0)
+            return dp.reshape(p.shape), dd.reshape(d.shape), None
+        # Saved-tensor hooks such as save_on_cpu may change the layout of p and d.
+        dp, dd = run_compose_backward(dweight.contiguous(), p.contiguous(), d.contiguous(), ctx.inputs)
+        return dp, dd, None
+
+
+def run_compose(pointwise: Tensor, depthwise: Tensor, inputs: int) -> Tensor:
+    """Run the kernel that composes two dense float32 tensors."""
+    from .triton.separable import compose as kernel
+
+    outputs, wide = pointwise.shape[:2]
+    weight = torch.empty((outputs, inputs, *depthwise.shape[2:]), dtype=torch.float32, device=pointwise.device)
+    area = depthwise[0].numel()
+    constants = (outputs, inputs, wide // inputs, area, power_up(area), CHANNELS)
+    with torch.cuda.device_of(pointwise):  # Triton launches on the current device
+        kernel[(inputs * up(outputs, CHANNELS),)](pointwise, depthwise, weight, *constants)
+    return weight
+
+
+def run_compose_backward(dweight: Tensor, pointwise: Tensor, depthwise: Tensor, inputs: int) -> tuple[Tensor, Tensor]:
+    """Return the gradients of the pointwise and of the depthwise kernel; all tensors must be dense."""
+    from .triton.separable import compose_backward as kernel
+
+    outputs, wide = pointwise.shape[:2]
+    dpointwise, ddepthwise = torch.empty_like(pointwise), torch.empty_like(depthwise)
+    area = depthwise[0].numel()
+    constants = (outputs, inputs, wide // inputs, area, power_up(area), power_up(outputs))
+    with torch.cuda.device_of(pointwise):
+        kernel[(wide,)](dweight, pointwise, depthwise, dpointwise, ddepthwise, *constants)
+    return dpointwise, ddepthwise

@@ -1,0 +1,42 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from batchnorm.train.loss import cross_entropy, run_cross_entropy
+
+
+def exact(scores, labels):
+    leaf = scores.double().requires_grad_()
+    losses = F.cross_entropy(leaf, labels, reduction="none")
+    return losses.detach(), torch.autograd.grad(losses.mean(), leaf)[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("shape", [(5, 3), (32, 1000), (1, 1), (3, 4096)])
+def test_the_kernel_against_float64(device, shape, dtype):
+    scores = (3 * torch.randn(shape, device=device)).to(dtype)
+    scores[0, 0] = 60  # exp(60) in float16, or its sum in float32, must not overflow
+    labels = torch.randint(shape[1], shape[:1], device=device)
+    losses, gradient = run_cross_entropy(scores, labels)
+    expected = exact(scores, labels)
+    assert losses.dtype == torch.float32
+    assert gradient.dtype == dtype
+    torch.testing.assert_close(losses.double(), expected[0], rtol=1e-5, atol=1e-5)
+    tolerance = 1e-6 if dtype == torch.float32 else 2e-3
+    torch.testing.assert_close(gradient.double(), expected[1], rtol=tolerance, atol=tolerance / shape[0])
+
+
+def test_a_label_that_is_no_class_is_not_ignored(device):
+    labels = torch.tensor([1, 4, -100], device=device)
+    losses, gradient = run_cross_entropy(torch.zeros(3, 4, device=device), labels)
+    assert losses.isnan().tolist() == gradient.isnan().any(1).tolist() == [False, True, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_without_the_kernel(dtype):
+    scores, labels = torch.randn(6, 10).to(dtype), torch.randint(10, (6,))
+    losses, gradient = cross_entropy(scores, labels)
+    expected = exact(scores, labels)
+    assert gradient.dtype == dtype
+    torch.testing.assert_close(losses.double(), expected[0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradient.double(), expected[1], rtol=2**-7, atol=2**-10)
