@@ -294,6 +294,13 @@ def added_to_in_between(n, x):
     return torch.sigmoid(z + y)
 
 
+def into_another_tensor(n, x):
+    other = torch.empty(0, dtype=x.dtype)
+    y = torch.add(x.detach(), 1, out=other)
+    y += n.bn1(n.conv1(x)).detach()
+    return torch.relu(y) + other
+
+
 def into_its_input(n, x):
     x += n.bn1(n.conv1(x))
     return torch.relu(x)
@@ -307,6 +314,7 @@ ALONE = {
     "written in between": written_in_between,
     "added to in between": added_to_in_between,
     "into its input": into_its_input,
+    "into another tensor": into_another_tensor,
     "doubled": lambda n, x: (y := n.bn1(n.conv1(x))) + y,
     "scaled sum": lambda n, x: torch.relu(torch.add(n.bn1(n.conv1(x)), x, alpha=2)),
     "another activation": lambda n, x: F.elu(n.bn1(n.conv1(x))),
@@ -790,7 +798,7 @@ REFUSED = {
     ),
     "the size of a selection": (
         lambda n, x: n.relu(n.bn1(n.conv1(x))) if len(x[x > 0]) else x,
-        "calls len() on a tensor",
+        "calls len() on a value",
     ),
     "a shape that changes": (
         lambda n, x: n.relu(n.bn1(n.conv1(x))) if x.squeeze_(0).dim() == 4 else x,
@@ -798,7 +806,7 @@ REFUSED = {
     ),
     "a number of the data": (
         lambda n, x: n.relu(n.bn1(n.conv1(x))) * float(x[0, 0, 0, 0]),
-        "calls float() on a tensor",
+        "calls float() on a value",
     ),
     "the batch size": (lambda n, x: n.relu(n.bn1(n.conv1(x))).view(len(x), -1), "the batch size as a number"),
     "rows": (lambda n, x: torch.stack([n.relu(n.bn1(n.conv1(r[None]))) for r in x]), "loops over a tensor"),

@@ -1,4 +1,4 @@
-"""Record the data flow of any network in a real forward pass."""
+"""Record the data flow in a network's forward pass, and rewrite forwards to use fused calls."""
 
 from .calls import Graph, TracedCall, Value
 from .trace import trace, trace_modes

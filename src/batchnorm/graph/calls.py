@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 @dataclass(eq=False)
 class Value:
-    """The contents of one tensor between two writes to it."""
+    """The contents of one tensor until the next in-place write."""
 
     shape: tuple[int, ...]
     producer: TracedCall | None = None
@@ -20,7 +20,7 @@ class Value:
     handed_on: list[TracedCall] = field(default_factory=list)
     """The calls that returned the tensor unchanged, as Dropout does in evaluation; they are not consumers."""
     escapes: bool = False
-    """Whether anything other than a call can read the value: as an output, in a hook, or through a stored reference."""
+    """Whether code other than the recorded calls can read the value: as an output, in a hook or through a reference."""
 
     @property
     def sole_consumer(self) -> TracedCall | None:
@@ -32,8 +32,9 @@ class Value:
 class TracedCall:
     """One call of a module or function; a module that is called twice has two TracedCalls.
 
-    ``path`` names the module or, for a function, the module whose code calls it. ``target`` is the function, or the
-    module in the copy of the network that ran. In ``args`` and ``kwargs``, each tensor is replaced with its Value.
+    ``path`` names the module or, for a function, the module whose code calls it. ``target`` is the called function or,
+    in the copy of the network that was traced, the called module. In ``args`` and ``kwargs``, each tensor is replaced
+    with its Value.
     """
 
     name: str
@@ -42,7 +43,7 @@ class TracedCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     module: nn.Module | None = None
-    """The module of the user's network; None for a function."""
+    """The called module in the user's own network, not in the copy; None for a function."""
     caller: str | None = None
     """The path of the module whose forward made the call; None if code outside of modules made it."""
     inputs: list[Value] = field(default_factory=list)
@@ -50,7 +51,7 @@ class TracedCall:
     writes: bool = False
     """Whether the call wrote into one of its inputs."""
     passes: bool = False
-    """Whether the call returned its input unchanged, as Identity does, or Dropout in evaluation."""
+    """Whether the call returned its input unchanged: for example, Identity, or Dropout in evaluation."""
 
     def argument(self, position: int, name: str) -> Any:
         """Return an argument passed by position or by name; None if it was not passed."""
@@ -98,7 +99,7 @@ class Graph:
         return [call for call in self.calls if call.module is None and call.name in names]
 
     def readers_of(self, parameter: Tensor) -> list[TracedCall]:
-        """Return the recorded calls that take a parameter or buffer as an argument.
+        """Return the recorded calls that take the given parameter or buffer as an argument.
 
         What a leaf module, such as a Linear, does with its own parameters is not recorded.
         """
@@ -106,7 +107,7 @@ class Graph:
         return value.consumers if value is not None else []
 
     def follows_input(self, value: Value) -> bool:
-        """Return whether a value depends on the network's input, not only on parameters and buffers."""
+        """Return whether a value depends on the input, or on a stored tensor that is no parameter or buffer."""
         held = set(self._values.values())
         waiting, seen = [value], set[Value]()
         while waiting:

@@ -1,7 +1,8 @@
-"""Write the conditions under which a rewritten forward may run, as Python expressions.
+"""Write, as Python expressions, the conditions under which a rewritten forward is valid.
 
-A traced graph is valid only while everything that the traced code depended on is unchanged: arguments, attributes,
-classes of children, hooks. If a condition does not hold, the original forward runs.
+A traced graph is valid only while everything that decided the traced path is unchanged: the arguments that are not
+tensors, the answers to questions about shapes, attributes, classes of children, and hooks. If a condition fails, the
+code of that graph does not run.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ class ConditionBuilder:
         self.scope: dict[str, tuple[Any, ...]] = {}
 
     def expect_arguments(self, patterns: dict[str, Any]) -> None:
-        """Expect tensors in the same places, equal values elsewhere, and the same answers about the tensors' shapes.
+        """Expect tensors where the example has tensors, equal values elsewhere, and the same answers about shapes.
 
-        Code may compare its arguments with ``is``, and in the trace each tensor is a separate object. So no two
-        arguments may be the same tensor, unless the example passes one tensor twice. In that case, the comparison with
-        the original network shows whether the graph is right.
+        In the trace, each argument is a separate object, but code can compare arguments with ``is``. So two arguments
+        must not be the same tensor, unless they are the same tensor in the example. Graphs for such examples are
+        checked by comparing outputs with the original network's.
         """
         tensors: dict[str, Tensor] = {}
         for name, pattern in patterns.items():
@@ -66,9 +67,10 @@ class ConditionBuilder:
             self._expect_value(text, pattern[1])
 
     def expect_reads(self) -> None:
-        """Expect the same values of the attributes that the code read, and the same classes of the children."""
+        """Expect that the attributes that the code read are unchanged, and that children still have their classes."""
         for path, name in self.traced.reads:
-            owner = self.twin.get_submodule(path)  # in the mode that was traced
+            # Read the twin, the copy that was traced: the module itself may be in another mode by now.
+            owner = self.twin.get_submodule(path)
             try:
                 self._expect_read(owner, path, name)
             except Unwatchable as error:
@@ -78,7 +80,7 @@ class ConditionBuilder:
             self._expect(f"_is_quiet({_spell(path)})")
 
     def expect_leaves(self) -> None:
-        """Expect that the same modules return their input tensor, as identities and in-place modules do."""
+        """Expect that the same modules as in the trace return their input tensor: identities and in-place modules."""
         for node in self.traced.graph.nodes:
             if node.op == "call_module":
                 self._expect_in_place(str(node.target))
@@ -86,7 +88,7 @@ class ConditionBuilder:
                     self._expect_unchanged(str(node.target))
 
     def expect_shared(self) -> None:
-        """Expect that names which shared a module or tensor still share it: the graph uses only the first name."""
+        """Expect that names of one module or tensor still refer to one object: the graph uses only the first name."""
         names: dict[int, dict[str, None]] = {}
         for path, name in self._places():
             owner = self.module.get_submodule(path)
@@ -98,7 +100,7 @@ class ConditionBuilder:
                 self._expect(f"{first} is {text}")
 
     def _places(self) -> Iterator[tuple[str, str]]:
-        """Yield the owner's path and the name of everything that the traced code reads or the graph refers to."""
+        """For everything that the traced code reads or the graph refers to, yield the owner's path and the name."""
         for path, name in self.traced.reads:
             names = [*self.module.get_submodule(path)._modules] if name == "_modules" else [name]
             yield from ((path, n) for n in names)
@@ -167,7 +169,7 @@ class ConditionBuilder:
             self._expect(f"_isinstance({_spell(_join(path, name))}, {self._name(type(child))})")
 
     def _expect_same_class(self, path: str) -> None:
-        """Expect the same class and ``inplace`` of a module and, if it is a Sequential, of its children."""
+        """Expect that a module and, in a Sequential, its children keep their class and ``inplace`` setting."""
         module = self.module.get_submodule(path)
         text, kind = _spell(path), self._name(type(module))
         # Compare the class itself first: torch.compile's guards on original_kind are slow.
@@ -198,7 +200,7 @@ class ConditionBuilder:
         return name
 
     def variant(self, fusions: tuple[Fusion, ...]) -> Variant:
-        """Return the variant with the collected conditions and the code of the changed graph."""
+        """Return the variant with the collected conditions and the code of the rewritten graph."""
         for node in reversed(list(self.traced.graph.nodes)):
             if node.op == "get_attr" and not node.users:
                 self.traced.graph.erase_node(node)

@@ -1,7 +1,7 @@
 """Generate subclasses of a module's class whose forward runs a traced graph.
 
-Only the class changes; attributes, state-dict keys, hooks and copying stay the same. In each call, the new forward
-first checks everything that the graph depends on, and calls the original forward if anything has changed.
+Only the module's class changes; its attributes, state-dict keys and hooks stay the same. In each call, the new forward
+first checks the conditions of its traced graphs, and calls the original forward if no graph is valid.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .kinds import is_quiet, is_watched
 from .patterns import Fusion
 from .questions import stand_in
 
-LARGEST = 64  # code that depends on a list, tuple, set or dict with more entries than this is not rewritten
+LARGEST = 64  # lists, tuples, sets and dicts with more entries are Unwatchable
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ CONDITIONS = ("not _is_watched()", "_original.forward is _written")
 
 
 def generated_class(kind: type[nn.Module], variants: tuple[Variant, ...]) -> type[nn.Module]:
-    """Return a subclass of ``kind`` whose forward runs the first variant whose conditions hold."""
+    """Return a subclass of ``kind`` that runs the first variant whose conditions hold, else the original forward."""
     known = _classes.get((kind, variants))
     if known is not None:
         return known
@@ -87,7 +87,7 @@ def generated_class(kind: type[nn.Module], variants: tuple[Variant, ...]) -> typ
         return reduced
 
     def extra_repr(self: nn.Module) -> str:
-        """Return the original class's text, followed by what is fused."""
+        """Return the original class's ``extra_repr``, followed by what is fused."""
         paths = [path for path, _ in self.named_modules(remove_duplicate=False)]
         fusions = dict.fromkeys(f for variant in variants for f in variant.fusions if f.path in paths)
         fused = [_describe(fusion) for fusion in sorted(fusions, key=lambda f: paths.index(f.path))]
@@ -113,7 +113,7 @@ def _describe(fusion: Fusion) -> str:
 
 @contextmanager
 def recording_variants(net: nn.Module) -> Iterator[dict[nn.Module, bool]]:
-    """Inside the block, record, for each rewritten module that is called, whether any of its calls runs a variant."""
+    """Inside the block, record whether each rewritten module that is called runs a variant in any of its calls."""
     ran: dict[nn.Module, bool] = {}
     forwards = {type(m): type(m).forward for m in net.modules() if is_rewritten(m)}
 
@@ -141,7 +141,7 @@ def is_rewritten(module: nn.Module) -> bool:
 
 
 def original_kind(module: nn.Module) -> type[nn.Module]:
-    """Return a module's class, or the class that a generated class was made from."""
+    """Return a module's class or, if that class was generated, the class that it was generated from."""
     kind = type(module)
     return vars(kind).get("_rewritten_from", kind)  # type: ignore[no-any-return]
 
@@ -189,7 +189,7 @@ def _compiled(source: str, scope: dict[str, Any], kind: type) -> dict[str, Any]:
 
 
 class _Pickled:
-    """Variants and a digest of the code that they were traced from; variants that cannot be pickled are dropped."""
+    """Variants and a digest of their original code; pickling drops all variants if one of them cannot be pickled."""
 
     def __init__(self, variants: tuple[Variant, ...], written: str) -> None:
         self.variants, self.written = variants, written
@@ -206,7 +206,7 @@ class _Pickled:
 
 
 def _new(kind: type[nn.Module], pickled: _Pickled, *args: Any) -> nn.Module:
-    # If the code has changed since pickling, or an object that it uses is missing, run the original forward.
+    # Use the original class if the code has changed since pickling, or if an object that the variants use is missing.
     with suppress(ImportError, AttributeError):
         if pickled.variants and pickled.written == _digest(kind, pickled.variants):
             kind = generated_class(kind, pickled.variants)
@@ -248,7 +248,7 @@ def _import(module: str, name: str) -> Any:
 
 
 class Unwatchable(Exception):
-    """Raised for a value that cannot be compared before every call."""
+    """Raised for a value that a condition cannot compare with its earlier value."""
 
 
 def pattern_of(value: Any, seen: dict[int, Tensor]) -> Any:
@@ -256,7 +256,7 @@ def pattern_of(value: Any, seen: dict[int, Tensor]) -> Any:
 
     Args:
         value: the argument.
-        seen: the stand-ins of the tensors found so far, by id; changed in place.
+        seen: the stand-in of each tensor found so far, by the tensor's ``id``; new stand-ins are added.
 
     >>> kind, x, rest = pattern_of([torch.zeros(2, 3), None], {})
     >>> kind, x.shape, rest
@@ -266,7 +266,7 @@ def pattern_of(value: Any, seen: dict[int, Tensor]) -> Any:
         try:
             return seen.setdefault(id(value), stand_in(value))
         except RuntimeError:  # a nested tensor has no shape
-            raise Unwatchable(f"a {type(value).__name__} with an unusual layout") from None
+            raise Unwatchable(f"a {type(value).__name__} without a regular shape") from None
     if type(value) in (list, tuple) and len(value) <= LARGEST:
         return (type(value), *(pattern_of(v, seen) for v in value))
     if type(value) is dict and len(value) <= LARGEST and all(type(key) in (str, int) for key in value):

@@ -42,7 +42,7 @@ HANDING_ON = MOVING | frozenset(
 
 
 def plain_name(name: str) -> str:
-    """Return the same name for a function and its module: leaky_relu and LeakyReLU are both leakyrelu."""
+    """Return the same name for a function and its module: leaky_relu and LeakyReLU both become leakyrelu."""
     return name.lower().replace("_", "")
 
 

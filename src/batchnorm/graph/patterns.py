@@ -44,7 +44,7 @@ FORMULAS = {
     "((relu6((3+x))/6)*x)": "hardswish",
     "((relu6((3+x))*x)/6)": "hardswish",
 }
-# Functions that always return a new tensor.
+# Functions that return a new tensor, unless they are called with out=.
 NEW = {operator.add, operator.sub, operator.mul, operator.truediv, torch.add, torch.sub, torch.mul, torch.div}
 NEW |= {torch.conv1d, torch.conv2d, torch.conv3d, torch.batch_norm, F.batch_norm, F.linear}
 
@@ -59,7 +59,10 @@ class Fusion(NamedTuple):
 
 
 class Match(NamedTuple):
-    """The nodes of one matched pattern; ``passed`` lists the identity nodes between them."""
+    """The nodes of one matched pattern.
+
+    ``passed`` lists the identities in the pattern, and all but the last node of an activation computed in steps.
+    """
 
     norm: fx.Node
     sum: fx.Node | None
@@ -69,7 +72,7 @@ class Match(NamedTuple):
     kind: Activation
     passed: tuple[fx.Node, ...] = ()
     needs_private_input: bool = False
-    """Whether unknown code runs between BN and the sum, so that BN's input must be a new tensor that only BN reads."""
+    """Whether a call between BN and the sum may write to tensors; BN's input must then be new and read only by BN."""
 
     @property
     def residual(self) -> Any:
@@ -83,13 +86,13 @@ class Match(NamedTuple):
 
     @property
     def bypassed(self) -> list[fx.Node]:
-        """The module calls that the fused call replaces."""
+        """The calls of modules other than BN that the fused call replaces."""
         nodes = [*self.passed, *([self.activation] if self.activation is not None else [])]
         return [node for node in nodes if node.op == "call_module"]
 
     @property
     def depended_on(self) -> list[fx.Node]:
-        """The module calls that the fusion relies on.
+        """The calls of modules whose classes must not change, because the fusion relies on them.
 
         The fused call runs where the sum was, so the calls between BN and the sum must not write to BN's input. If the
         sum is in place, the call whose output it overwrites must return a new tensor.
@@ -115,7 +118,7 @@ def normalize_and_add(
 ) -> Tensor:
     """Return g(BN(x) + residual), in one fused call if the residual has the dtype, shape and strides of ``x``.
 
-    ``first`` says whether BN(x) is the first summand, and ``in_place`` whether the sum overwrites the first summand.
+    ``first`` is True if BN(x) is the first summand. ``in_place`` is True if the sum overwrites the first summand.
     """
     if residual.dtype is x.dtype and residual.shape == x.shape and residual.stride() == x.stride():
         return norm(x, residual, activation=activation)
@@ -126,7 +129,7 @@ def normalize_and_add(
 
 
 def exactly(values: Any, count: int) -> Any:
-    """Return ``values``; like ``a, b = values``, raise ValueError unless there are exactly ``count`` of them."""
+    """Return ``values``; raise ValueError, as ``a, b = values`` does, unless there are exactly ``count`` values."""
     if len(values) > count:
         raise ValueError(f"too many values to unpack (expected {count})")
     if len(values) < count:
@@ -135,7 +138,7 @@ def exactly(values: Any, count: int) -> Any:
 
 
 def fuse_modules_(graph: fx.Graph, matches: list[Match]) -> list[Fusion]:
-    """Replace each pattern with one call of its batch normalization module, in place, and return what was fused."""
+    """Replace each pattern in a graph with a single call, in place, and return what was fused."""
     for match in matches:
         kind: str | Activation = match.kind if match.kind.name == "leaky_relu" else match.kind.name
         new = match.norm
@@ -151,16 +154,16 @@ def fuse_modules_(graph: fx.Graph, matches: list[Match]) -> list[Fusion]:
 
 
 class Matcher:
-    """Find the patterns of a graph.
+    """Find the patterns in a graph that can be fused.
 
     Args:
         root: the module to which the graph's targets are relative.
         graph: the graph.
         is_norm: whether a node is a batch normalization that supports fusion; the node's first argument is BN's input.
-        fits: whether a residual can be fused into a batch normalization. By default, every residual matches, and the
+        fits: whether a residual can be fused into a batch normalization. By default, every residual fits, and the
             fused call checks the residual each time it runs.
         depth: how many opened children (children that were traced into) enclose a batch normalization. If both summands
-            are batch normalizations, the summand with the smaller depth is fused.
+            are batch normalizations, the summand with the smaller depth is usually fused.
     """
 
     def __init__(
@@ -195,7 +198,7 @@ class Matcher:
         return list(found.values())
 
     def ends_in_norm(self) -> bool:
-        """Return whether the graph returns the output of a batch normalization that nothing else reads."""
+        """Return whether the graph returns the output of a batch normalization, and nothing else reads that output."""
         (output,) = (node for node in self.graph.nodes if node.op == "output")
         node = output.args[0]
         while isinstance(node, fx.Node) and len(node.users) == 1:
@@ -223,16 +226,16 @@ class Matcher:
             if norm is not None:
                 needs_private_input = self._moves_past_a_write(norm, node, passed)
                 candidates.append((needs_private_input, self._depth(norm), -self._order[norm], norm, passed, mine))
-        # Fusing moves BN to the sum, past the calls between them. Prefer a BN that moves past no unknown code, then the
-        # BN with the smaller depth, so that no module is opened unnecessarily. If the depths are equal, prefer the
-        # later BN, which moves past fewer calls.
+        # Fusing moves BN to the sum, past the calls between them. Prefer a BN that moves past no call that may write
+        # to tensors, then the BN with the smaller depth, so that fewer children are traced into. If the depths are
+        # equal, prefer the later BN, which moves past fewer calls.
         for needs_private_input, _, _, norm, passed, mine in sorted(candidates, key=lambda c: c[:3]):
             residual = node.args[1 - mine]
             assert isinstance(residual, fx.Node)
             if not self._fits(norm, residual):
                 continue
-            # If the sum is written into the residual, the residual must be a new tensor that nothing else reads:
-            # the fused call does not overwrite it.
+            # If the sum is written into the residual, the residual must be a new tensor that nothing else reads,
+            # because the fused call does not overwrite it.
             if writes_its_sum(node) and mine and not (self._is_fresh(residual) and _only_user(residual) is node):
                 continue
             x = norm.args[0]
@@ -245,7 +248,11 @@ class Matcher:
         return None
 
     def _activation_after(self, node: fx.Node) -> tuple[fx.Node | None, Activation, tuple[fx.Node, ...]]:
-        """Return the activation that is the only reader of a node's value, its kind and the identities before it."""
+        """Find the activation after a node, if nothing else reads the node's value.
+
+        Return the activation's last node, its kind, and the nodes between ``node`` and the last node. If there is no
+        activation, return None, the identity and ().
+        """
         last, passed = self._follow(node)
         user = _only_user(last)
         kind = self._activation(user)
@@ -259,7 +266,7 @@ class Matcher:
     def _steps_after(self, x: fx.Node) -> tuple[fx.Node | None, Activation | None, tuple[fx.Node, ...]]:
         """Find an activation that is computed in steps, such as x * sigmoid(x).
 
-        Return its last node, its kind and its other nodes.
+        Return its last node, its kind and its other nodes. If there is no such activation, return None, None and ().
         """
         for first in x.users:
             steps = [first]
@@ -274,7 +281,7 @@ class Matcher:
         return None, None, ()
 
     def _formula(self, node: Any, x: fx.Node, steps: list[fx.Node]) -> str:
-        """Return a node's value as a formula of ``x``, with "?" for all but ``x``, numbers and ``steps``."""
+        """Return a node's value as a formula of ``x`` and numbers; "?" stands for any other value."""
         if node is x:
             return "x"
         if isinstance(node, int | float):
@@ -310,7 +317,10 @@ class Matcher:
         return node, tuple(passed)
 
     def _lead_back(self, node: Any) -> tuple[fx.Node | None, tuple[fx.Node, ...]]:
-        """Follow a summand back through identities to a batch normalization whose output nothing else uses, if any."""
+        """Follow a summand back through identities to a batch normalization whose output nothing else uses.
+
+        Return the batch normalization (None if there is none) and the identities.
+        """
         passed: list[fx.Node] = []
         while isinstance(node, fx.Node) and [_uses_of(user, node) for user in node.users] == [1]:
             if self._is_norm(node):
@@ -353,7 +363,8 @@ class Matcher:
         module = self._module(node)
         if module is not None:
             return _makes_a_new_tensor(module)
-        return node.op == "call_function" and node.target in NEW and any(isinstance(a, fx.Node) for a in node.args)
+        new = node.op == "call_function" and node.target in NEW and "out" not in node.kwargs
+        return new and any(isinstance(a, fx.Node) for a in node.args)
 
     def _same_tensor(self, node: fx.Node) -> fx.Node | None:
         """Return the argument that the node returns as its result (x += y returns x), or None."""
@@ -374,7 +385,7 @@ class Matcher:
     def origins(self, match: Match) -> Iterator[fx.Node]:
         """Yield the nodes that a match relies on.
 
-        These are BN, its input if that must be private, and the nodes that created the tensors that sums write into.
+        These are BN, BN's input if ``needs_private_input``, and the nodes that created the tensors that sums overwrite.
         """
         yield match.norm
         if match.needs_private_input:
@@ -385,7 +396,7 @@ class Matcher:
                     yield self._root(node)
 
     def _moves_past_a_write(self, norm: fx.Node, end: fx.Node, passed: tuple[fx.Node, ...]) -> bool:
-        """Return whether a call between BN and the sum may write to BN's input, if the call has a reference to it."""
+        """Return whether a call between BN and the sum may write to a tensor that may share memory with BN's input."""
         for node in _between(norm, end):
             apart = writes_its_sum(node) and self._is_apart(node.args[0], norm.args[0])
             if node not in passed and not apart and self._may_write(node):
@@ -393,7 +404,7 @@ class Matcher:
         return False
 
     def _cannot_move(self, norm: fx.Node, end: fx.Node) -> bool:
-        """Return whether a call between BN and the sum may use the same BN or its tensors, or may switch a mode."""
+        """Return whether BN must not move to the sum: a call in between may use BN or its tensors, or switch a mode."""
         layer = self._module(norm)
         between = [(node, self._module(node)) for node in _between(norm, end)]
         if any(_switches_a_mode(node) or (m is not None and layer in modules_within(m)) for node, m in between):
@@ -438,7 +449,7 @@ _PARAMETERS = {
 
 
 def writes_its_sum(node: fx.Node) -> bool | None:
-    """Return whether a sum of two nodes is written into the first; None if the node is not a sum of two nodes."""
+    """Return whether a sum overwrites its first summand; None if ``node`` is not a sum of two different nodes."""
     table = _sums(node.op)
     if node.target not in table or len(node.args) != 2 or node.kwargs or node.args[0] is node.args[1]:
         return None

@@ -24,7 +24,7 @@ Given = dict[str, tuple[str, Tensor]]
 
 
 class Unanswerable(Exception):
-    """Raised if a value depends on more than the shapes, dtypes and devices of arguments."""
+    """Raised unless a value is known to depend only on the shapes, dtypes and devices of arguments."""
 
 
 def stand_in(t: Tensor) -> Tensor:
@@ -46,8 +46,8 @@ def ask(tree: Any, given: Given) -> tuple[str, Any]:
     ``tree`` is a node, a constant, or a tuple, list or slice of these.
 
     Raises:
-        Unanswerable: if the value depends on more than shapes, dtypes and devices, or if it is a tensor: a stand-in has
-            the argument's shape but not its contents.
+        Unanswerable: unless the value is known to depend only on shapes, dtypes and devices; also if it is a tensor,
+            because a stand-in does not have the argument's contents.
     """
     if isinstance(tree, fx.Node):
         text, value = follow(tree, given)

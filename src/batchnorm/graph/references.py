@@ -96,7 +96,7 @@ def runs_in_order(module: nn.Module) -> bool:
     if not isinstance(module, nn.Sequential) or "forward" in vars(module):
         return False
     own = [vars(kind) for kind in type(module).__mro__ if kind not in (*nn.Sequential.__mro__,)]
-    own = [names for names in own if "_spied" not in names]  # a class that only records reads
+    own = [names for names in own if "_spied" not in names]  # symbolic.Spies adds such classes
     return not any(callable(v) or isinstance(v, property) for names in own for k, v in names.items() if k != "__init__")
 
 

@@ -1,7 +1,7 @@
 """Rewrite a module's forward so that BN, a sum and an activation become a single call.
 
-:mod:`batchnorm.graph.conditions` finds out when the new forward may run, and :mod:`batchnorm.graph.generated` makes the
-class that runs it.
+:mod:`batchnorm.graph.conditions` writes the conditions under which the new forward is valid, and
+:mod:`batchnorm.graph.generated` generates the class with this forward.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .symbolic import Spies, Traced, Untraceable, trace_forward
 
 
 class Rewritten(NamedTuple):
-    """The result of rewriting a module's forward, by mode (training or not): what was fused, or why nothing was."""
+    """For each mode (True is training), what was fused in a module's forward, or why the forward was not rewritten."""
 
     fusions: dict[bool, tuple[Fusion, ...]]
     reasons: dict[bool, str]
@@ -46,9 +46,10 @@ def rewrite_(net: nn.Module, calls: dict[bool, dict[str, Any]], is_norm: IsNorm)
 
     Args:
         net: the network; call :func:`restore_` first if it has rewritten modules.
-        calls: for each mode (training or not), the result of :func:`arguments_in`.
+        calls: for each mode (True is training), the result of :func:`arguments_in`.
         is_norm: whether a module is a batch normalization that currently accepts ``residual=`` and ``activation=``.
-            Rewritten modules call this function before every forward, so it must be importable.
+            Rewritten modules call this function before every forward. If it cannot be imported by name, pickling
+            a rewritten module drops the fusions.
     """
     found: dict[str, dict[bool, Variant]] = {}
     done: dict[str, Rewritten] = {}
@@ -77,7 +78,7 @@ def rewrite_(net: nn.Module, calls: dict[bool, dict[str, Any]], is_norm: IsNorm)
 def restore_unused_(
     net: nn.Module, example: Any, forward: network_call.Forward | None, done: dict[str, Rewritten]
 ) -> None:
-    """Drop from ``done`` the fusions that do not run on the example, and restore modules that have none left."""
+    """Drop from ``done`` the fusions that do not run on the example, and restore modules that have no fusion left."""
     for training in {mode for entry in done.values() for mode in entry.fusions}:
         for path in unused(net, example, forward, training):
             if training in done[path].fusions:
@@ -150,7 +151,7 @@ def restore_wrong_(net: nn.Module, check: Callable[[], Any]) -> dict[str, str]:
 def arguments_in(
     net: nn.Module, example: Any, forward: network_call.Forward | None, *, training: bool
 ) -> dict[str, dict[str, Any] | str]:
-    """Run a copy of a network; return the patterns of each module's arguments, or why the module has no patterns."""
+    """Run a copy of a network; return, by module path, the patterns of the arguments, or why there are no patterns."""
     twin = private_copy(net).train(training)
     found: dict[str, dict[str, Any] | str] = {}
 
@@ -184,7 +185,7 @@ def _has_code(module: nn.Module) -> bool:
 
 
 class _Worker:
-    """Trace and match a network's modules in one mode, children before their parents."""
+    """Trace a network's modules in one mode and find what can be fused; children must come before their parents."""
 
     def __init__(self, net: nn.Module, training: bool, calls: dict[str, Any], is_norm: IsNorm) -> None:
         self.net, self.calls, self.is_norm = net, calls, is_norm
@@ -278,8 +279,8 @@ def _autocast_everywhere() -> Iterator[None]:
 def _crossed(module: nn.Module, matcher: Matcher, traced: Traced, match: Match) -> Iterator[str]:
     """Yield the paths of the children that must be traced into for a match.
 
-    These are the children whose code the match relies on, and children between BN and the sum that may write to their
-    input.
+    These are the children whose code the match relies on, and the children called between BN and the sum that may write
+    to their input.
     """
     norm, end = (traced.stacks[node.name] for node in (match.norm, match.end))
     outer = {p for p in norm if p in end}

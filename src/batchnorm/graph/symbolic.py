@@ -1,10 +1,9 @@
-"""Trace the forward of one module with torch.fx, with its children as leaves, and record what the code depended on.
+"""Trace the forward of one module with torch.fx, and record what the code depended on.
 
 torch.fx runs the code once and records only the path that the code took. This module also records everything that may
 have decided the path: the attributes that were read, the arguments that are not tensors, the answers to questions about
-the tensors' shapes, and the children of containers. It refuses code with effects that torch.fx would silently drop: a
-gradient mode or autocast around a call, random numbers in Python, assignments to attributes, and constants that are
-computed while tracing.
+the tensors' shapes, and the children of containers. It refuses code whose effects torch.fx would silently drop, such as
+autocast around a call, random numbers in Python, or assignments to attributes.
 """
 
 from __future__ import annotations
@@ -51,10 +50,13 @@ STATES = (
 
 
 class Untraceable(BaseException):
-    """Raised if a forward cannot be traced. Not a subclass of Exception, so that traced code does not catch it."""
+    """Raised if a forward cannot be traced.
+
+    This is a BaseException, so that ``except Exception`` in the traced code does not catch it.
+    """
 
     inside = ""
-    """The path of the opened child whose code cannot be traced; "" if it is the module's own code, or unknown."""
+    """The path of the child whose code cannot be traced; "" if that child is unknown or no child is at fault."""
 
 
 class Traced(NamedTuple):
@@ -64,9 +66,9 @@ class Traced(NamedTuple):
     arguments: list[str]
     """The Python expression of each tensor that the graph takes, such as ``x`` or ``xs[0]``."""
     answers: list[str]
-    """Conditions on the shapes, dtypes and devices of the arguments."""
+    """Conditions on the arguments' shapes, dtypes and devices, and on torch's state, such as ``jit.is_tracing``."""
     reads: list[tuple[str, str]]
-    """Pairs of a module's path and the name of an attribute that was read; ``_modules`` if children were listed."""
+    """The module path and name of each attribute that was read; the name is ``_modules`` if children were listed."""
     opened: list[str]
     """The paths of the children that were traced too, so that their code is part of the graph."""
     type_checked: list[str]
@@ -277,7 +279,7 @@ class _Tracer(fx.Tracer):
         if get_ident() != self._thread:  # torch.fx patches the calls of all modules, in all threads
             return forward(*args, **kwargs)
         if m is self.root:
-            raise Untraceable("its code calls itself")
+            raise Untraceable("its code calls the module itself")
         if m not in self._opened:
             return super().call_module(m, forward, args, kwargs)
         self.entered[m] = None
@@ -328,14 +330,14 @@ class _Tracer(fx.Tracer):
         return bool(value)
 
     def number(self, obj: fx.Proxy, function: Callable[[Any], Any]) -> Any:
-        """Return ``len``, ``int`` or ``float`` of a proxy's value in the example, and expect the same in each call."""
+        """Return len, int or float of a proxy's value in the example, and expect the same result in each call."""
         results = {}
         # If the result depended on the batch size, the rewritten forward would run for this batch size only.
         for given in (self._given, larger_batch(self._given)):
             known = self.known(obj, given, follow if function is len else ask)
             if known is None:
                 raise Untraceable(
-                    f"its code calls {function.__name__}() on a tensor that it computes, or on that tensor's shape"
+                    f"its code calls {function.__name__}() on a value that depends on more than its arguments' shapes"
                 )
             results[function(known[1])] = known[0]
         if len(results) > 1:
@@ -351,7 +353,7 @@ class _Tracer(fx.Tracer):
     def known(
         self, obj: fx.Proxy, given: Given | None = None, ask: Callable[[fx.Node, Given], tuple[str, Any]] = ask
     ) -> tuple[str, Any] | None:
-        """Return a proxy's Python expression and value; None if it depends on more than shapes, dtypes and devices."""
+        """Return a proxy's Python expression and value; None if they depend on more than shapes, dtypes and devices."""
         try:
             return ask(obj.node, given or self._given)
         except Unanswerable:
@@ -446,7 +448,7 @@ def _asks_for_types(code: CodeType) -> bool:
 class _Value(_Typed, fx.Proxy):
     def __getattr__(self, name: str) -> Attribute:
         if hasattr(Tensor, name):
-            _refuse_unrecorded()  # a helper function such as ``return x.dtype is torch.half`` creates no node
+            _refuse_unrecorded()  # check here: ``x.dtype is torch.half`` creates no node
             return _Attribute(self, name)
         if name.startswith("__") or self.tracer.is_tensor(self.node):
             raise AttributeError(f"'Tensor' object has no attribute '{name}'")
@@ -489,7 +491,7 @@ class _Outsiders(TorchFunctionMode):
 
 @contextmanager
 def _recorded_factories(tracer: _Tracer) -> Iterator[None]:
-    """Record calls of FACTORIES, which do not accept proxies as sizes, and the answers of STATES."""
+    """Record calls of FACTORIES, which do not accept proxies as sizes, and the results of STATES."""
     thread = get_ident()
 
     def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -556,7 +558,7 @@ def _is_asked_by_user() -> bool:
 
 
 def is_machinery(name: str) -> bool:
-    """Return whether a Python module is part of torch or of this package, rather than the user's code."""
+    """Return whether a Python module is part of torch or of ``batchnorm.graph``, and not the user's code."""
     return name.partition(".")[0] == "torch" or name.rpartition(".")[0] == __package__
 
 
@@ -597,7 +599,7 @@ def _modes() -> tuple[Any, ...]:
 
 
 def _generators() -> tuple[Any, ...]:
-    """Return the states of the global random number generators."""
+    """Return the states of the global random number generators of Python, NumPy and torch on the CPU."""
     state: Any = np.random.get_state()
     return random.getstate(), state[1].tobytes(), state[2:], torch.get_rng_state().numpy().tobytes()
 

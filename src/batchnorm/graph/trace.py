@@ -73,8 +73,8 @@ def trace_modes(net: nn.Module, example: Any, forward: network_call.Forward | No
     except SharedWithOriginalError:
         raise
     except Exception:
-        # Training mode may fail on this example: a layer gets one value per feature, SyncBatchNorm has no GPU, or the
-        # network needs targets in training.
+        # Training mode may fail on this example: BN may get only one value per feature, SyncBatchNorm may lack a GPU,
+        # or the network may need targets.
         return [evaluation]
 
 
@@ -132,8 +132,8 @@ class _Recorder(TorchFunctionMode):
     def mark_escaped(self, out: Any) -> None:
         """Mark the values that are in the network's output, or whose tensors are still referred to after the run.
 
-        If a tensor is still alive after this recorder drops its reference, a module, a global list or a closure has
-        another reference to the tensor.
+        If a tensor is still alive after this recorder drops its reference, something else refers to the tensor: a
+        module, a global list or a closure.
         """
         shown = {id(t) for t in network_call.tensors_in(out)}
         kept = [(weakref.ref(t), self.values[id(t)]) for aliases in self._aliases.values() for t in aliases.values()]
