@@ -245,7 +245,7 @@ SECTIONS: dict[str, list[Row]] = {
             ("reproduce fig1",),
         ),
         Row(
-            "**Figure 1 (a)**: BN trains faster and ends higher",
+            "**Figure 1 (a)**: BN trains faster and ends with a higher accuracy",
             ("Fig. 1 a", "=Fig. 1"),
             ("reproduce/test_fig1.py::test_batch_normalization_trains_faster_at_an_equal_rate",),
             ("reproduce fig1", "reproduce comparison"),
@@ -299,7 +299,7 @@ SECTIONS: dict[str, list[Row]] = {
             (FIG2, "compare"),
         ),
         Row(
-            "**Figure 3**: steps to Inception's best, maximum accuracy",
+            "**Figure 3**: steps to Inception's best accuracy, and maximum accuracy",
             ("Fig. 3",),
             (f"{TABLES}::test_figure3",),
             (FIG2,),
@@ -317,7 +317,12 @@ SECTIONS: dict[str, list[Row]] = {
             (FIG2,),
         ),
         Row("4.2.2: BN-x30 is slower at first", ("slower initially",), (f"{TABLES}::test_bn_x30_early",), (FIG2,)),
-        Row("4.2.2: BN-x30 ends higher", ("higher final accuracy",), (f"{TABLES}::test_bn_x30_in_the_end",), (FIG2,)),
+        Row(
+            "4.2.2: BN-x30 ends with a higher accuracy",
+            ("higher final accuracy",),
+            (f"{TABLES}::test_bn_x30_in_the_end",),
+            (FIG2,),
+        ),
         Row("4.2.2: BN-x5-Sigmoid trains", ("BN-x5-Sigmoid",), (f"{TABLES}::test_the_sigmoid_with_bn",), (FIG2,)),
         Row(
             "4.2.2: Inception with sigmoid stays at chance",
@@ -421,9 +426,8 @@ def page() -> str:
         "# Map of the paper",
         "",
         "This page shows where each algorithm, equation, figure, table and claim of the paper is in the code, which",
-        "test checks it and which command reproduces it. Names are relative to the package `batchnorm`, test files to",
-        "`tests/`.",
-        "[Results](results.md) has the outcomes.",
+        "tests check it and, if there is one, which command reproduces it. The names of code are relative to the",
+        "package `batchnorm`, and the paths of tests are relative to `tests/`. [Results](results.md) has the outcomes.",
         "",
         "`python docs/paper_map.py` writes this page from the `Paper:` lines of docstrings.",
         "",

@@ -209,7 +209,7 @@ def test_a_run_that_fails_says_why(data, tmp_path):
         ('horizon = 3\nname = "x"', "Cannot overwrite"),
         ('name = "figure"', "unknown group 'figure'; choose from"),
         ('recipe = "bn-x7"', "unknown recipe 'bn-x7'"),
-        ("rates = 1e9", "no field rates"),
+        ("rates = 1e9", "unknown fields in the recipe: rates"),
         ("end_rate = 1.5", "end_rate=1.5 must be between 0 and 1"),
         ("decay_epochs = 3", "computed from horizon and end_rate"),
         ('name = "plain", recipe = "bn-baseline"', "two runs are called plain"),
@@ -266,7 +266,7 @@ def test_the_committed_plan_is_complete(tmp_path):
     plan = read_plan("fig2")
     assert {run.group for run in plan.runs} == {"rates"}
     assert set(plan.waiting.values()) == {"the sweep of inception", "the sweep of bn-baseline", "the sweep of bn-x5"}
-    with pytest.raises(ValueError, match="bn-x5-seed1 cannot run yet: it needs the sweep of inception"):
+    with pytest.raises(ValueError, match="bn-x5-seed1 cannot run yet, because the sweep of inception is not finished"):
         plan.chosen((), ("bn-x5-seed1",))
     with pytest.raises(ValueError, match=r"no run named bn-x5-seed9; did you mean .*bn-x5-seed1"):
         plan.chosen((), ("bn-x5-seed1", "bn-x5-seed9"))

@@ -98,7 +98,7 @@ def test_steps_on_the_way(results):
     results.add("bn-baseline-seed0", {500: 0.05, 1000: 0.36}).add("bn-x5-seed0", {500: 0.4})
     found = on_the_way(results.read())
     assert found.text.startswith(
-        "Steps until the mean over seeds reaches 25%, 50%, 75%, 90% and all of Inception's best"
+        "Steps until the mean accuracy over seeds reaches 25%, 50%, 75%, 90% and 100% of Inception's best accuracy"
     )
     assert found.rows == [
         ["network", "10.0%", "20.0%", "30.0%", "36.0%", "40.0%"],
@@ -144,9 +144,9 @@ def test_the_slope_of_the_end_is_stated(results):
     results.add("inception-seed0", {1000: 0.1, 3000: 0.4, 3500: 0.401, 4000: 0.402})
     assert "rises by 0.20 points (less than 1, so it has leveled off)" in figure3(results.read()).text
     results.add("inception-seed1", {1000: 0.1, 3000: 0.4, 3500: 0.403, 4000: 0.406})
-    assert "by 0.40 points (less than 1, so it has leveled off; 0.20, 0.60 by seeds)" in figure3(results.read()).text
+    assert "by 0.40 points (less than 1, so it has leveled off; by seeds: 0.20, 0.60)" in figure3(results.read()).text
     results.add("inception-x10", {3000: 0.5, 3500: 0.52, 4000: 0.54})
-    tuned = "inception, rate 0.015: 54.0% at step 4,000; over its last quarter it rises by 4.00 points."
+    tuned = "inception, rate 0.015, with 54.0% at step 4,000; over the last quarter, its accuracy rises by 4.00 points."
     assert figure3(results.read()).text.endswith(tuned)
 
 
@@ -295,17 +295,24 @@ def test_rates(results):
     assert found.rows[0] == ["rate", "without BN", "with BN"]
     assert found.rows[1] == ["0.0015", "20.0%", "30.0%"]
     assert found.rows[5] == ["0.045", "diverged by step 400", "40.0%"]
-    assert "without BN reaches at least half of its best accuracy at rates 0.0015 to 0.0075." in found.text
-    assert "with BN reaches at least half of its best accuracy at rates 0.0015 to 0.045." in found.text
+    tried = "of those tried (0.0015 to 0.15)."
+    assert f"without BN reaches at least half of its best accuracy at rates 0.0015 to 0.0075 {tried}" in found.text
+    assert (
+        "with BN reaches at least half of its best accuracy at rates 0.0015 to 0.045 of those tried (0.0015 to 0.15)."
+        in found.text
+    )
     # 40% without BN is reached at step 800; with BN at 0.015 the accuracies are 25% and 50%: at 800 as well.
-    assert "(0.0075 without, 0.015 with BN), the normalized one takes 1.0 times fewer" in found.text
+    assert "(0.0075 without BN, 0.015 with BN), the network with BN takes 1.0 times fewer" in found.text
     found = rates(sweep(results, WITH, WITHOUT).read())
-    assert found.text.endswith("the normalized one never reaches the best accuracy of the other.")
+    assert found.text.endswith("the network with BN never reaches the best accuracy of the network without BN.")
 
 
 def test_the_range_of_rates(results):
     assert judged(sweep(results, WITHOUT, WITH), "BN trains at higher rates").verdict == "seen"
     assert judged(sweep(results, WITH, WITHOUT), "BN trains at higher rates").verdict == "not seen"
+    found = judged(sweep(results, dict.fromkeys(WITH), WITH), "BN trains at higher rates")
+    assert found.verdict == "seen"
+    assert "rates that train: none without BN" in found.found
     (results.folder / "rate-x100-inception.json").unlink()
     assert judged(results, "BN trains at higher rates").verdict == "not run yet"
 
@@ -370,7 +377,9 @@ def test_dropout_is_not_tested_without_visible_overfitting(results, gap, losses)
             with_dropout(results, name, share, (0.5, 0.5, 0.5), gap, losses)
     found = judged(results, REMOVED)
     assert found.verdict == judged(results, WORTH).verdict == "not tested"
-    assert found.found.startswith("no network overfits visibly at 0% dropout (training, validation accuracy: without")
+    assert found.found.startswith(
+        "no network overfits visibly at 0% dropout (training and validation accuracy: without"
+    )
     with_dropout(results, "inception", 0, (0.5, 0.5, 0.5))  # which overfits: dropout has something to prevent
     assert judged(results, REMOVED).verdict == "confirmed"
 
@@ -384,7 +393,7 @@ def test_ablation(results):
     results.add("ablation-shuffle", final=0.46).add("ablation-photometric", final=0.56)
     results.add("ablation-dropout", {400: 0.01}, diverged=True)
     found = ablation(results.read())
-    assert "BN-x5 itself: 50.00% over 3 seeds; one more run would lie within 4.97 points" in found.text
+    assert "BN-x5 itself has a mean of 50.00% over 3 seeds; one more run would be within 4.97 points" in found.text
     assert found.rows[1:] == [
         ["increase learning rate", "40.0%", "+10.00 points", "helps"],
         ["remove dropout", "diverged by step 400", "-", "without it the network diverges"],
@@ -473,9 +482,9 @@ def test_bn_trains_where_inception_fails(results):
 
 
 def test_a_best_rate_at_the_end_of_its_sweep_is_told(results):
-    assert "at the end" not in rates(sweeps(results).read()).text.replace("at the end, one seed", "")
+    assert "an end of its sweep" not in rates(sweeps(results).read()).text
     text = rates(sweeps(results, inception=0.03).read()).text
-    assert "The best rate without BN is at the end of its sweep; a rate beyond that may be better." in text
+    assert "The best rate without BN is at an end of its sweep, so a rate outside the sweep may be better." in text
 
 
 ROOT = Path(__file__).parents[2]

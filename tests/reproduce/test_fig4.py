@@ -314,7 +314,9 @@ def test_other_plans_and_other_data_are_refused(data, plan, session, tmp_path):
     other = tmp_path / "plan.toml"
     other.write_text(PLAN.replace("horizon = 2", "horizon = 3"))
     for path in (data, None):
-        with pytest.raises(ValueError, match=r"five.json belongs to another plan: decay_epochs is .* instead of .*;"):
+        with pytest.raises(
+            ValueError, match=r"five.json belongs to another plan \(decay_epochs is .* instead of .*\): choose"
+        ):
             run(path, other, session)
     images = shutil.copytree(data, tmp_path / "data")
     (images / "train/class0/0.png").unlink()

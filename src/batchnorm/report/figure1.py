@@ -12,7 +12,7 @@ from ..pictures import BLUE, ORANGE, picture
 from .runs import Run
 
 TARGETS = (*(k / 10 for k in range(1, 10)), 0.95, 0.96, 0.97, 0.98)
-SHOWN = 6  # the table has at most this many targets: the highest that any run reached
+SHOWN = 6  # the table has at most this many accuracies: the highest that a run reached
 COLOURS = {False: ORANGE, True: BLUE}
 
 
@@ -20,7 +20,7 @@ def draw(runs: Sequence[Run], out: Path) -> list[Path]:
     """Draw ``fig1.png`` and ``fig1.svg`` into ``out`` from a run without and a run with batch normalization.
 
     Args:
-        runs: runs whose ``config`` has ``batch_norm``; the first run of each kind is drawn.
+        runs: runs whose ``config`` has ``batch_norm``; the first run with each of its two values is drawn.
         out: the folder.
 
     Raises:
@@ -85,7 +85,7 @@ def _thousands(axis: Any) -> None:
 
 
 def steps_to(runs: Sequence[Run]) -> list[list[str]]:
-    """Tabulate the first step at which each run reached given accuracies; the first row is the header.
+    """Tabulate the first step at which each run reached the accuracies in TARGETS; the first row is the header.
 
     Paper: Fig. 1 a, "train faster"
     """
@@ -101,7 +101,7 @@ def steps_to(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def paper_versus_here(runs: Sequence[Run]) -> list[list[str]]:
-    """Tabulate what Section 4.1 says and what these runs show; empty unless there are runs with and without BN.
+    """Tabulate what Section 4.1 says and what these runs show; no rows unless there are runs with and without BN.
 
     Paper: Sec. 4.1; Fig. 1
     """

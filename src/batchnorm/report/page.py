@@ -21,8 +21,8 @@ from .figure1 import paper_versus_here, steps_to
 from .runs import ACCURACIES, Curve, Run, read_runs
 
 PageSection = tuple[str, str, Sequence[Sequence[str]]]
-# The maximum number of percentile values per run in the page: 125 records of three percentiles, for 100 units in each
-# of three layers.
+# The page has about this many percentile values per run at most: 125 records of three percentiles, for 100 units in
+# each of three layers.
 BUDGET = 125 * 3 * 3 * 100
 
 MEASURES = (
@@ -78,7 +78,7 @@ def report(options: Report) -> Path:
 def write_report(
     runs: Sequence[Run], path: Path, *, title: str | None = None, sections: Sequence[PageSection] | None = None
 ) -> Path:
-    """Write the page for these runs to ``path``. The page is a single file that loads no other files.
+    """Write the page for these runs to ``path``, as a single file that loads no other files.
 
     Args:
         runs: the runs to compare.

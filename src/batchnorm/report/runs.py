@@ -26,7 +26,7 @@ ACCURACIES = ("accuracy", "top1")
 
 @dataclass(frozen=True)
 class Run:
-    """The contents of one run's folder."""
+    """The settings, curves and records of one run, or of a mean over runs."""
 
     name: str
     config: dict[str, Any]
@@ -60,7 +60,7 @@ class Run:
         return [layer for layer in first if all(layer in p for p in others)]
 
     def typical(self, layer: str) -> int:
-        """Return the index of the layer's unit with the median drift."""
+        """Return the index of the layer's unit with the median drift; 0 if there are fewer than two records."""
         return typical_unit(self.percentiles, layer) if len(self.percentiles) > 1 else 0
 
     def steps_to(self, accuracy: float) -> int | None:
@@ -68,7 +68,7 @@ class Run:
         return next((step for step, value in self.accuracy if value >= accuracy), None)
 
     def drift_curve(self, layer: str, of: Literal["z", "x"]) -> Curve:
-        """Return the median over units of the drift since the previous record, by step."""
+        """Return, for each step, the median over units of the drift since the previous record."""
         steps = [r.step for r in self.percentiles][1:]
         if not steps:
             return []
@@ -109,12 +109,12 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
             )
         folders += [p for p in found if p not in folders]
     runs = [_read(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
-    # Put the baseline first, as in the paper's figures.
+    # Put the baseline first, as in the paper's figures, unless the caller has chosen an order by giving several paths.
     return sorted(runs, key=lambda run: run.config.get("batch_norm") is not False) if len(paths) == 1 else runs
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Name runs after the last part of their path, or after a longer part if two runs have the same last part."""
+    """Return the folders' names or, if two folders have the same name, their paths below the common parent folder."""
     last = [_printable(f.resolve().name) for f in folders]
     if len(set(last)) == len(last):
         return last
@@ -183,7 +183,7 @@ def _place(curve: str) -> int:
 
 
 def _recipe(folder: Path) -> dict[str, Any]:
-    """Return the settings of a run of ``batchnorm train``, by the names shown in the table.
+    """Return the settings of a run of ``batchnorm train``, keyed by the names that the page shows.
 
     The names have spaces instead of underscores, so none of them is ``batch_norm``, the key that marks the two networks
     of Section 4.1.
@@ -203,7 +203,7 @@ def _result(folder: Path) -> dict[str, Any]:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the objects of a file of JSON lines, each with its line number for error messages."""
+    """Yield the objects of a file of JSON lines, each after the file and line number for error messages."""
     if not path.exists():
         return
     lines = path.read_bytes().split(b"\n")
@@ -246,7 +246,7 @@ def _percentiles(table: Any) -> Percentiles:
 def _change(table: Any) -> Change:
     if not (isinstance(table, dict) and table.keys() == set(Change._fields) and all(map(_is_number, table.values()))):
         keys = " and ".join(map(repr, Change._fields))
-        raise ValueError(f"{_short(table)} is not an object with exactly the numbers {keys}")
+        raise ValueError(f"{_short(table)} must be an object with the numbers {keys} and nothing else")
     return Change(**{key: _float(value) for key, value in table.items()})
 
 

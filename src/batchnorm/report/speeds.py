@@ -10,10 +10,10 @@ from .tables import Result, Row, cells, machine, read, table
 
 NETWORKS = "networks-h200.json"
 MODES = {
-    "eager": "*eager*: `bn.convert(net, example)`",
-    "graph": "*graph*: the same, with the whole step captured as one CUDA graph",
-    "compiled": "*compiled*: the same under `torch.compile`, against the stock network under `torch.compile`",
-    "backend": '*backend*: the stock network under `torch.compile(backend="batchnorm")`',
+    "eager": "*eager*: the converted network, `bn.convert(net, example)`, against the stock network",
+    "graph": "*graph*: the converted network against the stock network, with each step captured as one CUDA graph",
+    "compiled": "*compiled*: the converted network against the stock network, both under `torch.compile`",
+    "backend": '*backend*: the stock network under `torch.compile(backend="batchnorm")`, against `torch.compile(net)`',
 }
 HALVED = "*"
 
@@ -131,7 +131,7 @@ def _footnotes(result: Result, measured: list[str]) -> str:
         for bar in judged
         if not bar["reached"]
     ]
-    told = [f"{len(judged) - len(missed)} of the {len(judged)} goals in the file are reached"]
+    told = [f"{len(judged) - len(missed)} of the {len(judged)} goals in the result file are reached"]
     told[0] += f"; missed: {'; '.join(missed)}." if missed else "."
     if any(_speedup(row).startswith("*") for row in result["rows"]):
         told.append("If a speedup is in italics, its 95% interval includes 1.")

@@ -183,7 +183,8 @@ def _rates(r: Result) -> list[str]:
     if plain and normalized and normalized["times fewer steps"]:
         told.append(
             f"At the same learning rate, BN-Baseline takes {normalized['times fewer steps']:.1f} times fewer steps to"
-            f" Inception's best accuracy and reaches {normalized['maximum']:.1%} instead of {plain['maximum']:.1%}."
+            f" reach Inception's best accuracy, {plain['maximum']:.1%}, and its own best accuracy is"
+            f" {normalized['maximum']:.1%}."
         )
     names = {"bn-baseline": "BN-Baseline", "bn-x5": "BN-x5"}
     at_best = [
@@ -200,40 +201,38 @@ def _rates(r: Result) -> list[str]:
 
 
 def _narrow(row: list[str]) -> list[str]:
-    """Return the columns of Figure 3 that the paper has too, without the bracketed values of single seeds."""
+    """Return a row of Figure 3 without the columns that the paper lacks, and without the values of single seeds."""
     return [re.sub(r" \(.*", "", cell) for cell in (*row[:1], *row[2:8])]
 
 
 def _verdicts(steps: list[Result]) -> str:
-    """Say which changes lower the error in Figure 4, such as more crops.
+    """Say which changes, such as more crops, lower the error in Figure 4.
 
     >>> step = {"name": "144 crops instead of 1", "error": "top-1", "verdict": "confirmed"}
     >>> _verdicts([step, {**step, "error": "top-5"}])
-    'Does the change lower the error? 144 crops instead of 1: top-1 confirmed, top-5 confirmed.'
+    'Do these changes lower the error? 144 crops instead of 1: top-1 confirmed, top-5 confirmed.'
     """
     found: dict[str, list[str]] = {}
     for step in steps:
         found.setdefault(step["name"].rstrip(","), []).append(f"{step['error']} {step['verdict']}")
     told = (f"{name}: {', '.join(verdicts)}" for name, verdicts in found.items())
-    return f"Does the change lower the error? {'; '.join(told)}."
+    return f"Do these changes lower the error? {'; '.join(told)}."
 
 
 def _best_ensemble(chosen: list[Result]) -> list[str]:
-    """Compare the best ensemble with the best network in one sentence; return no sentence if there is no ensemble.
+    """Return a sentence that compares the best ensemble with the best network; no sentence if there is no ensemble.
 
     >>> step = {"error": "top-1", "before": 0.5, "after": 0.4, "networks": ["a", "b"], "verdict": "confirmed"}
     >>> print(*_best_ensemble([step]))
-    The best ensemble instead of the best network, both chosen on every second image and compared on the others: top-1 error 50.00% to 40.00% with 2 networks (confirmed).
+    The best network and the best ensemble are chosen on every second image and compared on the other images. For top-1, the best ensemble has 2 networks and changes the error from 50.00% to 40.00% (confirmed).
     """  # noqa: E501
     told = [
-        f"{step['error']} error {step['before']:.2%} to {step['after']:.2%} with {len(step['networks'])} networks"
-        f" ({step['verdict']})"
+        f"For {step['error']}, the best ensemble has {len(step['networks'])} networks and changes the error from"
+        f" {step['before']:.2%} to {step['after']:.2%} ({step['verdict']})."
         for step in chosen
     ]
-    start = (
-        "The best ensemble instead of the best network, both chosen on every second image and compared on the others"
-    )
-    return [f"{start}: {', '.join(told)}."] if told else []
+    start = "The best network and the best ensemble are chosen on every second image and compared on the other images."
+    return [start, *told] if told else []
 
 
 def _images(result: Result) -> str:
@@ -272,10 +271,10 @@ def _fine_tuning(r: Result) -> str:
         rows.append([str(batch), kind, *bold])
     half = options["classes"] // 2
     return (
-        "Validation accuracy in percent, mean and standard deviation over the seeds, of a network of four convolutions"
-        f" at {options['size']} px. The network was trained on {half} classes (to {r['first']:.1%}) and then"
-        f" fine-tuned for {options['epochs']:g} epochs on {options['images']} images of each of {half} other classes"
-        f" ([numbers](../results/fine-tuning.json), {machine(r)}).\n\n{table(rows)}"
+        "Validation accuracy in percent (mean ± standard deviation over seeds) of a network with four convolutions, at"
+        f" {options['size']} px. The network was trained on {half} classes, to an accuracy of {r['first']:.1%}, and"
+        f" then fine-tuned for {options['epochs']:g} epochs on {options['images']} images of each of {half} other"
+        f" classes ([numbers](../results/fine-tuning.json), {machine(r)}).\n\n{table(rows)}"
     )
 
 

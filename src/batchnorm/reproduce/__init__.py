@@ -1,1 +1,1 @@
-"""The paper's figures, tables and claims, each with its own command."""
+"""Commands that reproduce the paper's figures and test its claims."""

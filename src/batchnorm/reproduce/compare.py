@@ -1,4 +1,4 @@
-"""``batchnorm compare``: compare your own network without and with batch normalization, each at its best rate."""
+"""``batchnorm compare``: compare your network without and with batch normalization, each version at its best rate."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from .imagenet.fig2_tables import Section, markdown
 from .imagenet.sharing import checked_gpu
 from .publish import label
 
-QUESTION = "validation accuracy of a network without and with batch normalization, each at its best rate"
+QUESTION = "validation accuracy without and with batch normalization, each network at its best learning rate"
 VARIED = ("name", "normalize", "rate", "seed")
 RULE = (
-    "Each network is compared at the rate with its highest mean validation accuracy over the seeds; a run that diverged"
-    " counts as 0%. The verdict is inconclusive if the 95% interval of the difference of means contains 0. Intervals"
-    " combine the spread of the seeds (Student's t) with the sampling error of the validation images."
+    "Each network is compared at the rate that gives it the highest mean validation accuracy over seeds. A run that"
+    " diverged counts as 0%. The verdict is inconclusive if the 95% interval of the difference of means contains 0."
+    " Intervals combine the spread of the seeds (Student's t) with the sampling error of the validation images."
 )
 
 
@@ -51,14 +51,14 @@ def compare(
     jobs: int = 1,
     minutes: float | None = None,
 ) -> None:
-    """Train your network without and with batch normalization at several rates, and compare both at their best rates.
+    """Train your network without and with batch normalization at several rates, and compare them at their best rates.
 
-    If your network has batch normalization, it is compared with a copy without batch normalization. If it has none, it
-    is compared with a copy in which batch normalization is inserted.
+    If your network has batch normalization, it is compared with a copy from which batch normalization is
+    removed. If it has none, it is compared with a copy into which batch normalization is inserted.
 
-    Each run has its own folder in --out, by default runs/compare-NAME. At the end, report.html and compare.json are
-    written to --out. After an interruption, run the same command again to resume. If you add rates or seeds, only the
-    missing runs are trained.
+    Each run has its own folder in --out. The default --out is runs/compare-NAME, where NAME is made from --network. At
+    the end, report.html and compare.json are written to --out. After an interruption, run the same command again to
+    resume. If you add rates or seeds, only the missing runs are trained.
 
     Args:
         options: data, folder, device and how often to report.
@@ -108,7 +108,7 @@ def compare(
     }
     trainings = [job for network in networks.values() for job in network.jobs]
     for one in trainings:
-        if (one.folder / "recipe.json").exists():  # reject a folder with other settings before any training
+        if (one.folder / "recipe.json").exists():  # before any training, reject folders with other settings
             claim_folder(one.folder, one.recipe, data, planned_steps=planned)
     waiting = [one for one in trainings if not one.finished()]
     print(
@@ -149,7 +149,7 @@ class TrainingJob:
     options: Options
     steps: int
     neighbours: int
-    """number of runs that share the cores, including this one"""
+    """maximum number of runs that train at the same time, including this run"""
 
     @property
     def name(self) -> str:
@@ -175,7 +175,7 @@ class TrainingJob:
 
 @dataclass(frozen=True)
 class SeedRuns:
-    """The finished runs of one network at one rate, with different seeds.
+    """The runs of one network at one rate, with different seeds.
 
     Paper: Fig. 2
     """
@@ -198,7 +198,7 @@ class SeedRuns:
 
     @cached_property
     def run(self) -> Run:
-        """The mean curve over seeds for the page, with its 95% interval as a band."""
+        """The mean accuracy curve over seeds, with its 95% interval as a band, for the HTML page."""
         curves = [dict(curve(read(job.folder / "metrics.jsonl"))) for job in self.jobs]
         middle = mean_curve([list(one.items()) for one in curves])
         edges = [(step, interval([one[step] for one in curves], self.images)) for step, _ in middle]
@@ -239,7 +239,10 @@ def difference(before: Sequence[float], after: Sequence[float], images: int) -> 
 
 
 def _half_width(groups: Sequence[Sequence[float]], images: int) -> float:
-    """Return half the width of the 95% interval: Welch's t over seeds, combined with the images' sampling error."""
+    """Return half the width of the 95% interval of one group's mean, or of the difference of two groups' means.
+
+    The width combines Welch's t over seeds with the sampling error of the images.
+    """
     means = [statistics.fmean(values) for values in groups]
     of_images = 1.96 * math.sqrt(sum(p * (1 - p) for p in means) / images)
     parts = [(statistics.variance(values) / len(values), len(values) - 1) for values in groups]
@@ -268,9 +271,9 @@ def publish(networks: Mapping[tuple[bool, float], SeedRuns], out: Path, **told: 
     """Compare the two networks at their best rates, write compare.json and report.html, and print the result.
 
     Args:
-        networks: the runs, with keys (whether they have batch normalization, rate).
+        networks: the runs of each network at each rate; a key is (whether the network has batch normalization, rate).
         out: folder for the files.
-        told: further entries of compare.json.
+        told: further entries of compare.json, including ``network``, the network's name.
 
     Paper: Figs. 2, 3
     """
@@ -327,11 +330,11 @@ def _listed(accuracies: Sequence[float]) -> str:
 
 def _steps(times: float | None, top: tuple[int, float] | None) -> str:
     if top is None:
-        return "Without batch normalization, a seed diverged before its first validation."
+        return "Without batch normalization, at least one run diverged before its first validation."
     if times is None:
-        return f"With batch normalization, the mean over seeds never reaches the best mean without it, {top[1]:.1%}."
+        return f"With batch normalization, mean accuracy never reaches the best mean accuracy without it, {top[1]:.1%}."
     how = f"in {times:.1f} times fewer steps" if times > 1 else "but not in fewer steps"
-    return f"With batch normalization, the mean over seeds reaches the best mean without it, {top[1]:.1%}, {how}."
+    return f"With batch normalization, mean accuracy reaches the best mean accuracy without it, {top[1]:.1%}, {how}."
 
 
 def _edges(networks: Mapping[tuple[bool, float], SeedRuns], *chosen: SeedRuns) -> str:
@@ -339,4 +342,4 @@ def _edges(networks: Mapping[tuple[bool, float], SeedRuns], *chosen: SeedRuns) -
     rates = sorted({rate for _, rate in networks})
     edges = [seeds.run.name for seeds in chosen if seeds.rate in (rates[0], rates[-1])]
     note = f" The best rate is at an end of the sweep ({'; '.join(edges)}): extend --rates." if edges else ""
-    return f"Validation accuracy at the end: the mean over seeds and, in parentheses, each seed.{note}"
+    return f"Validation accuracy at the end of training: the mean and, in parentheses, the value of each seed.{note}"

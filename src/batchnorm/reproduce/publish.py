@@ -1,4 +1,4 @@
-"""A claim of the paper as a command: its options, and its result as a JSON file and a picture."""
+"""What the commands that test a claim share: options, and results as a JSON file and a picture."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ Given = TypeVar("Given")
 Found = TypeVar("Found")
 
 
-# In any command, the options in POSITIVE must be above 0, and those in COUNTS at least 1.
+# In every command, the options in POSITIVE must be above 0, and the options in COUNTS must be at least 1.
 POSITIVE = ("rate", "rates", "equal_rate", "std", "stds", "factors", "tail")
 COUNTS = ("steps", "batch_steps", "bias_steps", "marks", "seeds", "examples", "processes")
 
 
 @dataclass(frozen=True)
 class Experiment:
-    """The options shared by the commands that test a claim. A command's name is its class name in lower case."""
+    """The options shared by the commands that test a claim.
+
+    A command's name is the name of its class in lower case.
+    """
 
     processes: int | None = None
     """Number of processes; by default one per core."""

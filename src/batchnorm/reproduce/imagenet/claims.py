@@ -28,15 +28,16 @@ from .result_files import Finished
 
 CONFIRMED, REFUTED, UNRESOLVED, NOT_RUN = "confirmed", "refuted", "not resolved", "not run yet"
 NOT_TESTED = "not tested"
-# A claim is confirmed or refuted only with this many seeds of each network. With fewer, it is "seen" or "not seen".
+# A claim is confirmed or refuted only if each network has at least this many seeds. With fewer seeds, the
+# verdicts are "seen" and "not seen" instead.
 SEEDS = 3
 # If a normalized network diverges within this many steps, faulty arithmetic is the likely cause (see `trusted`).
 EARLY = 100
 # A network overfits visibly if its training accuracy exceeds its validation accuracy by more than GAP, and its
 # validation loss ends at more than RISE times its lowest value.
 GAP, RISE = 0.1, 1.05
-# A network trains if its accuracy exceeds ten times chance or, with few classes, the midpoint between chance and 1. It
-# stays at chance if no validation accuracy is more than four standard errors above chance.
+# A network trains if its best accuracy exceeds ten times chance or, with few classes, the midpoint between chance and
+# 1. It stays at chance if no validation accuracy is more than four standard errors above chance.
 TRAINS, ERRORS = 10, 4
 
 
@@ -53,7 +54,7 @@ class Verdict(NamedTuple):
 
 
 def trusted(finished: Mapping[str, Finished]) -> tuple[dict[str, Finished], list[str]]:
-    """Return the runs that verdicts may use, and the names of the others.
+    """Return the runs that verdicts may use, and the names of the other runs.
 
     If a normalized network diverges within the first steps, the likely cause is faulty arithmetic on the device, not
     the learning rate. Verdicts then use no run that diverged within the first steps, normalized or not.
@@ -98,11 +99,11 @@ def best_against_best(finished: Mapping[str, Finished]) -> list[Verdict]:
 
 
 def decide(holds: Iterable[bool], seeds: int = SEEDS) -> str:
-    """Return the verdict on a claim, which is confirmed or refuted only if all seeds, or pairings of seeds, agree.
+    """Return the verdict on a claim, given whether the claim holds for each seed or pairing of seeds.
 
     Args:
-        holds: whether the claim holds for each seed or pairing.
-        seeds: number of seeds of the network that has the fewest.
+        holds: whether the claim holds, for each seed or pairing of seeds.
+        seeds: number of seeds of the network that has the fewest; below SEEDS, nothing is confirmed or refuted.
 
     >>> decide([True, True]), decide([False, False]), decide([True, False]), decide([])
     ('confirmed', 'refuted', 'not resolved', 'not run yet')
@@ -143,7 +144,7 @@ def fewer_steps(
     if pairs:
         found = f"{_times(times_fewer(inception.curve, network.curve))} ({_listed(pairs)} by seeds)"
         if (end_slope(inception.curve) or 0.0) >= LEVEL:
-            found += "; longer runs may differ: Inception has not leveled off"
+            found += "; Inception has not leveled off, so longer runs may give another ratio"
     holds = [times is not None and enough(times) for times in pairs]
     return Verdict(claim, paper, decide(holds, _fewest(inception, network)), found)
 
@@ -214,7 +215,7 @@ def _fails(claim: str, paper: str, network: Seeds) -> Verdict:
 
 
 def how_it_went(run: Finished) -> str:
-    """Return whether a run overflowed, stayed at chance or got above it."""
+    """Return how a run went: it overflowed, stayed at chance, or reached a higher accuracy."""
     if run.diverged:
         return f"overflowed by step {run.result['steps']:,}"
     if _top(run.points) <= _chance(run):
@@ -223,7 +224,7 @@ def how_it_went(run: Finished) -> str:
 
 
 def _how_they_went(network: Seeds) -> str:
-    """Return how the runs of a network went; text that all of them have in common appears once."""
+    """Return how the runs of a network went, without repeating text that all the runs share."""
     went = [how_it_went(run) for run in network.runs]
     if len(went) > 1 and len({text.split(" (")[0] for text in went}) == 1 and went[0].endswith(")"):
         return f"{went[0].split(' (')[0]} ({', '.join(text.split(' (')[1][:-1] for text in went)})"
@@ -235,9 +236,9 @@ def _how_they_went(network: Seeds) -> str:
 def wider_range(finished: Mapping[str, Finished]) -> Verdict:
     """Judge whether the network with batch normalization trains at rates at which the network without it does not.
 
-    If the plan trains BN-Baseline at five times Inception's rate, the claim holds if BN-Baseline trains at that rate
-    and Inception fails. If the plan does not, the two sweeps of rates decide. They must end at the same rate, and the
-    claim holds if the highest rate that trains is higher with BN.
+    If there are finished runs of BN-Baseline at five times Inception's rate, the claim holds if BN-Baseline trains at
+    that rate and Inception does not. Otherwise, the claim holds if the highest rate that trains in the sweep of rates
+    is higher with BN. The two networks' sweeps must have the same highest rate.
 
     Paper: Sec. 3.3
     """
@@ -250,32 +251,31 @@ def wider_range(finished: Mapping[str, Finished]) -> Verdict:
             for a, b in product(plain.runs, fast.runs)
         ]
         sides = (("without BN", plain), ("with BN", fast))
-        told = "; ".join(f"{name} {_how_they_went(seeds)}" for name, seeds in sides)
-        found = f"at rate {fast.runs[0].run.recipe.rate:g}, {told}" if holds else ""
+        ends = "; ".join(f"{name} {_how_they_went(seeds)}" for name, seeds in sides)
+        found = f"at rate {fast.runs[0].run.recipe.rate:g}, {ends}" if holds else ""
         return Verdict(claim, paper, decide(holds, _fewest(plain, fast)), found)
     sweeps = [seeds_of(finished, "rates", name).runs for name in ("inception", "bn-baseline")]
     highest = {max((one.run.recipe.rate for one in runs), default=0.0) for runs in sweeps}
-    without, with_bn = map(rates_that_train, sweeps)
-    if without is None or with_bn is None or len(highest) > 1:
+    if not all(sweeps) or len(highest) > 1:
         return Verdict(claim, paper, NOT_RUN, "")
-    found = f"{without[0]:g} to {without[1]:g} without BN and {with_bn[0]:g} to {with_bn[1]:g} with BN"
-    return Verdict(claim, paper, decide([with_bn[1] > without[1]], 1), f"rates that train: {found}")
+    without, with_bn = ranges = [rates_that_train(runs) for runs in sweeps]
+    told = ["none" if rates is None else f"{rates[0]:g} to {rates[1]:g}" for rates in ranges]
+    higher = with_bn is not None and (without is None or with_bn[1] > without[1])
+    return Verdict(claim, paper, decide([higher], 1), f"rates that train: {told[0]} without BN and {told[1]} with BN")
 
 
 def rates_that_train(runs: Sequence[Finished]) -> tuple[float, float] | None:
-    """Return the lowest and the highest rate at which a network reaches at least half of its best accuracy."""
-    if not runs:
-        return None
+    """Return the lowest and highest rate whose final accuracy is at least half of the best; None if no run learned."""
     ends = {run.run.recipe.rate: run.result["top1"] or 0.0 for run in runs}
-    good = [rate for rate, accuracy in ends.items() if accuracy >= max(ends.values()) / 2]
-    return min(good), max(good)
+    good = [rate for rate, accuracy in ends.items() if 0 < max(ends.values()) <= 2 * accuracy]
+    return (min(good), max(good)) if good else None
 
 
 def less_dropout(finished: Mapping[str, Finished]) -> list[Verdict]:
-    """Judge whether a network with BN needs dropout, and whether dropout helps less with BN than without.
+    """Judge whether a network with BN needs dropout, and whether dropout helps less with BN than without BN.
 
-    The claims are tested only if there is overfitting for dropout to prevent: without dropout, the network with BN or
-    the network without BN must overfit visibly in all its seeds.
+    The claims are tested only if there is overfitting for dropout to prevent: with the least dropout in the plan, the
+    network with BN or the network without BN must overfit visibly in all its runs.
 
     Paper: Sec. 3.4
     """
@@ -294,7 +294,7 @@ def less_dropout(finished: Mapping[str, Finished]) -> list[Verdict]:
     sides = {"without BN": plain[0], "with BN": normalized[0]}
     if not any(map(overfits_always, sides.values())):
         told = "; ".join(f"{name} {', '.join(map(_gap, seeds.runs))}" for name, seeds in sides.items() if seeds)
-        found = f"no network overfits visibly at {least:.0%} dropout (training, validation accuracy: {told})"
+        found = f"no network overfits visibly at {least:.0%} dropout (training and validation accuracy: {told})"
         return [Verdict(*claims[0], NOT_TESTED, found), Verdict(*claims[1], NOT_TESTED, "no network overfits visibly")]
     spread = noise(normalized[1].final)
     if not normalized[0].final or spread is None:
@@ -322,7 +322,7 @@ def overfits_always(network: Seeds) -> bool:
 
 
 def overfits(run: Finished) -> bool:
-    """Return whether a network overfits visibly, as defined by GAP and RISE."""
+    """Return whether a run overfits visibly; GAP and RISE define this."""
     losses = [point.val_loss for point in run.curve if point.val_loss is not None]
     training, validation = run.result["train_top1"], run.result["top1"]
     if training is None or validation is None or not losses:
@@ -356,7 +356,7 @@ def _top(curve: Curve) -> float:
 
 
 def _listed(pairs: Sequence[float | None]) -> str:
-    """Return the ratios of all pairings of seeds; if there are many, only the lowest and the highest."""
+    """Return the ratios of all pairings of seeds as text; if there are more than four, only the lowest and highest."""
     if len(pairs) <= 4:
         return ", ".join("never" if times is None else _times(times) for times in pairs)
     ordered = sorted(pairs, key=lambda times: times or 0.0)

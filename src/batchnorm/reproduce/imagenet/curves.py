@@ -1,4 +1,4 @@
-"""Measurements on curves of validation accuracy: best values, steps to them, slopes, and noise between seeds."""
+"""Measurements on curves of validation accuracy: best values, steps to a value, slopes, and noise between seeds."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ...train.metrics import steps_to
 from .result_files import Finished
 
 Curve = list[tuple[int, float]]
-# A baseline has leveled off if its accuracy rises by less than this over its last quarter.
+# A baseline has leveled off if its accuracy rises by less than this over the last quarter of its steps.
 LEVEL = 0.01
-# Student's t, two-sided 95%, by degrees of freedom.
+# Quantiles of Student's t for two-sided 95% intervals, with 1 to 9 degrees of freedom.
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)
 
 
 @dataclass(frozen=True)
 class Seeds:
-    """The finished runs of one network, usually with different seeds; there may be none."""
+    """The finished runs of one network, usually with different seeds; there may be no runs."""
 
     runs: tuple[Finished, ...]
 
@@ -50,7 +50,7 @@ class Seeds:
 
 
 def seeds_of(finished: Mapping[str, Finished], group: str, variant: str, **changed: Any) -> Seeds:
-    """Return the runs of a group that derive from a variant and whose recipes have the values in ``changed``."""
+    """Return a group's runs of one of the paper's recipes, ``variant``, with the field values in ``changed``."""
     return Seeds(
         tuple(
             one
@@ -63,23 +63,23 @@ def seeds_of(finished: Mapping[str, Finished], group: str, variant: str, **chang
 
 
 def unchanged_seeds_of(finished: Mapping[str, Finished], group: str, variant: str) -> Seeds:
-    """Return the runs of a group that differ from a variant only in the seed."""
+    """Return a group's runs of one of the paper's recipes for which the plan sets no field but the seed."""
     return Seeds(tuple(one for one in seeds_of(finished, group, variant).runs if set(one.run.changed) <= {"seed"}))
 
 
 def network_of(finished: Mapping[str, Finished], variant: str) -> Seeds:
-    """Return Figure 2's runs that differ from one of the paper's networks only in the seed."""
+    """Return Figure 2's runs of one of the paper's recipes for which the plan sets no field but the seed."""
     return unchanged_seeds_of(finished, "figures", variant)
 
 
 def faster_baseline(finished: Mapping[str, Finished]) -> Seeds:
-    """Return Figure 2's runs of BN-Baseline at a higher rate than the plan's rate for Inception."""
+    """Return Figure 2's runs of BN-Baseline for which the plan sets another rate, such as five times Inception's."""
     runs = seeds_of(finished, "figures", "bn-baseline").runs
     return Seeds(tuple(one for one in runs if "rate" in one.run.changed))
 
 
 def show_init(init: str) -> str:
-    """Return an initialization as text.
+    """Return the possessive form of an initialization's name.
 
     >>> show_init("kaiming")
     "Kaiming's"
@@ -88,7 +88,7 @@ def show_init(init: str) -> str:
 
 
 def unnormalized(finished: Mapping[str, Finished]) -> dict[str, Seeds]:
-    """Return Figure 2's networks without batch normalization, by names that include the plan's changes."""
+    """Return Figure 2's runs without batch normalization, keyed by recipe and the fields that the plan changes."""
     networks: dict[str, list[Finished]] = {}
     for one in finished.values():
         recipe = one.run.recipe
@@ -100,7 +100,7 @@ def unnormalized(finished: Mapping[str, Finished]) -> dict[str, Seeds]:
 
 
 def tuned_baseline(finished: Mapping[str, Finished]) -> tuple[str, Seeds] | None:
-    """Return the name and the runs of Figure 2's most accurate unnormalized network with ReLU; None without runs."""
+    """Return the name and runs of Figure 2's most accurate unnormalized ReLU network; None if there is none."""
     networks = {
         k: seeds for k, seeds in unnormalized(finished).items() if seeds.runs[0].run.recipe.activation == "relu"
     }
@@ -120,7 +120,7 @@ def mean_curve(curves: Sequence[Curve]) -> Curve:
     if not curves:
         return []
     tables = [dict(curve) for curve in curves]
-    # Round the mean: the mean of equal accuracies must be exactly that accuracy, or it may not count as reached.
+    # Round: the unrounded mean of equal accuracies can be slightly lower, and then would not count as reaching them.
     return [
         (step, round(statistics.fmean(table[step] for table in tables), 9))
         for step, _ in curves[0]
@@ -153,6 +153,8 @@ def times_fewer(baseline: Curve, curve: Curve) -> float | None:
 def end_slope(curve: Curve) -> float | None:
     """Return how much a straight line, fitted to the last quarter of the curve, rises over that quarter.
 
+    The result is None if the quarter has fewer than two points.
+
     >>> end_slope([(s, 0.5 + 0.001 * s) for s in range(0, 101, 5)])
     0.025
     """
@@ -164,7 +166,7 @@ def end_slope(curve: Curve) -> float | None:
 
 
 def behind_until(curve: Curve, other: Curve) -> int | None:
-    """Return the last step before the other curve first catches up; None if the other curve does not start behind.
+    """Return the last step up to which ``other`` stays below ``curve``; None if ``other`` does not start below.
 
     >>> behind_until([(1, 0.2), (2, 0.3), (3, 0.4)], [(1, 0.1), (2, 0.2), (3, 0.5)])
     2
@@ -177,9 +179,10 @@ def behind_until(curve: Curve, other: Curve) -> int | None:
 
 
 def noise(values: Sequence[float]) -> float | None:
-    """Return how far one more run can be from the mean of these values by chance: half the 95% prediction interval.
+    """Return half the width of the 95% prediction interval of one more run, given the values of earlier runs.
 
-    This is t s sqrt(1 + 1/n), with Student's t and the standard deviation s of the n values. None for fewer than two.
+    This is t s sqrt(1 + 1/n), with Student's t and the standard deviation s of the n values. The result is
+    None for fewer than two values.
 
     >>> round(noise([0.48, 0.50, 0.52]), 4)
     0.0993

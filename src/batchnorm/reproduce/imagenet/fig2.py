@@ -40,7 +40,7 @@ from .result_files import Finished, RunFiles, read_all
 from .session import Session
 from .training import Training
 
-FURTHER = ("paper-rates", "dropout")  # the library's plans besides the default one
+FURTHER = ("paper-rates", "dropout")  # the library's plans for Figure 2 besides the default plan
 PAPERS_RATES = "the paper's rates"
 TITLE = "Figures 2 and 3: Inception and its batch-normalized variants"
 NAMED = 8  # the maximum number of unfinished runs that the command prints by name
@@ -52,8 +52,8 @@ LINES = {
     "bn-x30": ("#d9622b", "-", "BN-x30"),
     "bn-x5-sigmoid": ("#8a4fb0", "-.", "BN-x5-Sigmoid"),
 }
-# Colors and line styles: TUNED for the best unnormalized network if it is not Inception, OTHERS for the rest of the
-# unnormalized networks.
+# TUNED is the color and line style of the best unnormalized network, unless that is Inception. OTHERS are the colors
+# and line styles of the remaining unnormalized networks.
 TUNED = ("#1c1b18", (0, (4, 1, 1, 1)))
 OTHERS = (("#c2428a", "-"), ("#b58a00", "-"), ("#2a6fc9", "--"), ("#14835b", ":"))
 
@@ -76,7 +76,7 @@ class Fig2(Session):
 
     @property
     def all_results(self) -> Path:
-        """The folder of all result files; each of the library's plans in FURTHER has a subfolder."""
+        """The folder of all result files; each plan in FURTHER has its own subfolder."""
         return self.results or self.out / "results"
 
     @property
@@ -102,7 +102,7 @@ class Study:
 
 @dataclass(frozen=True)
 class Studies:
-    """The studies of the library's plans or, for a plan of your own, only the study of that plan."""
+    """The studies of the library's plans for Figure 2 or, for a plan of your own, only the study of that plan."""
 
     main: Study
     paper_rates: Study | None = None
@@ -119,7 +119,7 @@ class Studies:
 
     @property
     def shown(self) -> Study:
-        """The study in Figures 2 and 3: the main study or, until it has a baseline, the study at the paper's rates."""
+        """The study to draw: the main study or, until it has runs of Inception, the study at the paper's rates."""
         if self.paper_rates is None or network_of(self.main.finished, "inception"):
             return self.main
         return self.paper_rates
@@ -158,7 +158,7 @@ def _missing(options: Fig2, plan: Plan) -> list[Training]:
 
 
 def publish(studies: Studies, out: Path) -> Path:
-    """Write ``fig2.json``, ``fig2.md``, ``report.html`` and the pictures, print the table and return its path."""
+    """Write ``fig2.json``, ``fig2.md``, ``report.html`` and the pictures, print a summary and return fig2.md's path."""
     parts, shown = sections(studies), studies.shown.finished
     write_json(out / "fig2.json", summary(studies))
     table = out / "fig2.md"
@@ -182,7 +182,7 @@ def publish(studies: Studies, out: Path) -> Path:
 
 
 def summary(studies: Studies) -> dict[str, Any]:
-    """Return the results, for README's table and for other programs."""
+    """Return the content of ``fig2.json``, from which README's tables are made."""
     finished = studies.shown.finished
     inception, tuned = network_of(finished, "inception"), tuned_baseline(finished)
     networks = {name: network for name in PAPER if (network := network_of(finished, name))}
@@ -222,7 +222,7 @@ def _network(network: Seeds, inception: Seeds, tuned: tuple[str, Seeds] | None) 
 
 
 def _as_runs(finished: Mapping[str, Finished]) -> list[Run]:
-    """Return the curves of Figure 2, each the mean over its seeds, as runs for the HTML page."""
+    """Return the networks of Figure 2 as runs for the HTML page, each with its mean curve over seeds."""
     runs = []
     for name, (network, _, _) in drawn(finished).items():
         first = network.runs[0]
@@ -234,7 +234,7 @@ def _as_runs(finished: Mapping[str, Finished]) -> list[Run]:
 
 
 def claims_table(studies: Studies) -> Section:
-    """Tabulate every claim with the paper's number and the verdict at each choice of rates."""
+    """Tabulate every claim with what the paper reports and with a verdict for each choice of rates."""
     main, old = studies.main, studies.paper_rates
     columns = {_at_r(main): {v.claim: v for v in _judged(studies, main)}}
     if old is not None:
@@ -245,11 +245,15 @@ def claims_table(studies: Studies) -> Section:
     for claim, verdict in next(iter(columns.values())).items():
         rows.append([claim, verdict.paper, *(_cell(column.get(claim)) for column in columns.values())])
     text = (
-        "A claim is confirmed or refuted if there are three seeds of each network and every pairing of seeds agrees."
-        ' With fewer seeds, it is "seen" or "not seen".'
+        "With at least three seeds of each network, a claim is confirmed if it holds for all seeds, and refuted if it"
+        " holds for none. Two networks are compared in all pairings of their seeds. A claim that holds for only some"
+        ' seeds is not resolved. With fewer than three seeds, "seen" and "not seen" replace "confirmed" and "refuted".'
     )
     if studies.dropout is not None and studies.dropout.finished:
-        text += " The verdicts on dropout come from runs of their own, on fewer images and at another rate."
+        text += (
+            " In the first column of verdicts, those on dropout come from separate runs, on fewer images and at another"
+            " rate. Removing dropout costs no accuracy if the mean falls by no more than the noise of one run."
+        )
     return Section("What the paper found", text, rows)
 
 
@@ -293,7 +297,7 @@ def sections(studies: Studies) -> list[Section]:
 
 
 def _named(study: Study, studies: Studies) -> dict[str, Finished]:
-    """Return a study's runs, by names that are unique among all studies."""
+    """Return a study's runs, keyed by names that are unique among all studies."""
     folder = "" if study is studies.main else "paper-rates/" if study is studies.paper_rates else "dropout/"
     return {f"{folder}{name}": one for name, one in study.finished.items()}
 
@@ -303,7 +307,7 @@ def _tables(finished: Mapping[str, Finished]) -> list[Section]:
 
 
 def pictures(finished: Mapping[str, Finished], out: Path) -> list[Path]:
-    """Draw the finished runs: Figure 2, ``fig2-unnormalized.png`` and, if the sweep has runs, ``fig2-rates.png``."""
+    """Draw Figure 2, ``fig2-unnormalized.png`` and ``fig2-rates.png``, each only if it has runs; return the paths."""
     paths = []
     if any(one.run.group == "figures" for one in finished.values()):
         paths += [out / "fig2.png", out / "fig2.svg"]
@@ -340,7 +344,7 @@ def _figure2(finished: Mapping[str, Finished], plt: Any) -> Any:
 
 
 def _curves(axis: Any, finished: Mapping[str, Finished]) -> None:
-    """Draw the mean over seeds, each seed as a thin line, and a dot where each network reaches Inception's best."""
+    """Draw each network's mean over seeds, its seeds, and a dot where the mean reaches Inception's best accuracy."""
     target = best(network_of(finished, "inception").curve)
     if target is not None:
         axis.axhline(target[1], color="#8b8a84", lw=0.5, label=f"Inception's best, {target[1]:.1%}")

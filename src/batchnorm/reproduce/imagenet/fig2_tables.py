@@ -1,4 +1,4 @@
-"""Figure 3 and further tables as rows of text: rates, dropout, the seven modifications, failures and the runs."""
+"""Figure 3, and tables of learning rates, dropout, the seven modifications, failures and runs."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def figure3(finished: Mapping[str, Finished]) -> Section:
         "paper", "steps to it", "folded, at the end",
     ]]  # fmt: skip
     if tuned is not None and tuned[0] == "inception":
-        tuned = None  # the columns would be the same
+        tuned = None  # its column would repeat "times fewer"
     for variant, paper in PAPER.items():
         network = network_of(finished, variant)
         if network:
@@ -156,18 +156,25 @@ def _times_of_seeds(baseline: Seeds, network: Seeds) -> str:
 
 
 def _figure3_text(inception: Seeds, tuned: tuple[str, Seeds] | None) -> str:
-    parts = ["Top-1 validation accuracy with a single crop: the mean over seeds and, in parentheses, each seed."]
+    parts = [
+        "Accuracy is top-1 on validation images, with a single crop. Steps and maximum accuracies are those of the mean"
+        " curve over seeds and, in parentheses, of each seed's curve."
+    ]
     slope = end_slope(inception.curve)
     if slope is not None:
         verdict = "less than 1, so it has leveled off" if slope < LEVEL else "1 or more, so the runs are too short"
         own = [f"{100 * rise:.2f}" for curve in inception.curves if (rise := end_slope(curve)) is not None]
-        seeds = f"; {', '.join(own)} by seeds" if len(own) > 1 else ""
-        parts.append(f"Over its last quarter Inception rises by {100 * slope:.2f} points ({verdict}{seeds}).")
+        seeds = f"; by seeds: {', '.join(own)}" if len(own) > 1 else ""
+        parts.append(
+            f"Over the last quarter of the steps, Inception's accuracy rises by {100 * slope:.2f} points"
+            f" ({verdict}{seeds})."
+        )
     if tuned is not None and (top := best(tuned[1].curve)) is not None:
-        best_run = f"The best unnormalized run of this length is {tuned[0]}: {top[1]:.1%} at step {top[0]:,}"
+        best_run = f"The best unnormalized network is {tuned[0]}, with {top[1]:.1%} at step {top[0]:,}"
         rise = end_slope(tuned[1].curve)
         parts.append(
-            best_run + ("." if rise is None else f"; over its last quarter it rises by {100 * rise:.2f} points.")
+            best_run
+            + ("." if rise is None else f"; over the last quarter, its accuracy rises by {100 * rise:.2f} points.")
         )
     return " ".join(parts)
 
@@ -186,9 +193,9 @@ def on_the_way(finished: Mapping[str, Finished]) -> Section:
         reached = [steps_to(curve, target) for target in targets]
         cells = zip(baseline, reached, strict=True)
         rows.append([name, *(show_steps(b) + (f" ({a / b:.1f})" if a and b else "") for a, b in cells)])
-    shares = f"{', '.join(f'{share:.0%}' for share in SHARES[:-1])} and all"
+    shares = f"{', '.join(f'{share:.0%}' for share in SHARES[:-1])} and 100%"
     text = (
-        f"Steps until the mean over seeds reaches {shares} of Inception's best."
+        f"Steps until the mean accuracy over seeds reaches {shares} of Inception's best accuracy."
         " In parentheses: how many times fewer steps than Inception."
     )
     return Section("On the way there", text, rows)
@@ -206,7 +213,7 @@ def best_rates(finished: Mapping[str, Finished]) -> Section:
         cells = _row(network, inception, ("", "", ""))
         rate = f"{network.runs[0].run.recipe.rate:g}"
         rows.append([name, rate, *(cells[k] for k in (0, 1, 3, 5, 8))])
-    text = "Each rate is the best one of the network's own sweep. The runs of Inception are those of Figure 3."
+    text = "Each network is trained at the best rate of its own sweep. The runs of Inception are those of Figure 3."
     return Section("Each network at its best rate", text, rows)
 
 
@@ -235,21 +242,28 @@ def rates(finished: Mapping[str, Finished]) -> Section:
     for rate in sorted({rate for column in columns for rate in column}):
         rows.append([f"{rate:g}", *(show_accuracy(column[rate]) if rate in column else "-" for column in columns)])
     text = _rates_text(sweeps)
-    if not seeds_of(finished, "best", "bn-baseline"):  # otherwise `best_rates` compares them
+    if not seeds_of(finished, "best", "bn-baseline"):  # otherwise `best_rates` compares the networks
         text += _best_of_the_sweeps(sweeps)
     return Section("Learning rates (Section 3.3)", text, rows)
 
 
 def _rates_text(sweeps: Mapping[str, Seeds]) -> str:
-    text = "Accuracy of the folded network at the end, one seed."
+    text = "Final accuracy of the folded network, from one seed per rate."
     for name, seeds in sweeps.items():
         found = rates_that_train(seeds.runs)
         if found is None:
             continue
-        text += f" The network {name} reaches at least half of its best accuracy at rates {found[0]:g} to {found[1]:g}."
         swept = [one.run.recipe.rate for one in seeds.runs]
-        if len(swept) > 2 and _best_of_sweep(seeds).run.recipe.rate in (min(swept), max(swept)):
-            text += f" The best rate {name} is at the end of its sweep; a rate beyond that may be better."
+        ends = (min(swept), max(swept))
+        good = "{:g} to {:g}".format(*found)
+        where = (
+            f"every rate tried, {good}"
+            if found == ends
+            else f"rates {good} of those tried ({ends[0]:g} to {ends[1]:g})"
+        )
+        text += f" The network {name} reaches at least half of its best accuracy at {where}."
+        if len(swept) > 2 and _best_of_sweep(seeds).run.recipe.rate in ends:
+            text += f" The best rate {name} is at an end of its sweep, so a rate outside the sweep may be better."
     return text
 
 
@@ -258,10 +272,11 @@ def _best_of_the_sweeps(sweeps: Mapping[str, Seeds]) -> str:
         return ""
     plain, normalized = (_best_of_sweep(sweeps[name]) for name in ("without BN", "with BN"))
     times = times_fewer(plain.points, normalized.points)
-    reached = "never reaches" if times is None else f"takes {times:.1f} times fewer steps to"
-    rates = f"{plain.run.recipe.rate:g} without, {normalized.run.recipe.rate:g} with BN"
+    reached = "never reaches" if times is None else f"takes {times:.1f} times fewer steps to reach"
+    rates = f"{plain.run.recipe.rate:g} without BN, {normalized.run.recipe.rate:g} with BN"
     return (
-        f" With each network at its best rate ({rates}), the normalized one {reached} the best accuracy of the other."
+        f" With each network at its best rate ({rates}), the network with BN {reached} the best accuracy of the network"
+        " without BN."
     )
 
 
@@ -282,8 +297,8 @@ def dropout(finished: Mapping[str, Finished]) -> Section:
             row += [", ".join(show_accuracy(one, key) for one in runs or [None]) for key in ("train_top1", "top1")]
         rows.append(row)
     text = (
-        "Accuracy of the folded network at the end, on the center squares of training and validation images, for each"
-        " seed."
+        "Final accuracy of each seed's folded network, on the center squares of the training and of the validation"
+        " images."
     )
     overfit = [name for seeds, name in zip(networks, ("without BN", "with BN"), strict=True) if _overfits_most(seeds)]
     if overfit:
@@ -291,14 +306,15 @@ def dropout(finished: Mapping[str, Finished]) -> Section:
     repeated = _repeated(finished)
     if repeated is not None:
         text += (
-            " Recipes that are also in the table of rates were trained a second time with the same seed: their two runs"
-            f" differ by up to {100 * repeated:.1f} points, because the order of sums on a GPU can change."
+            " Recipes that are also in the table of rates were trained a second time with the same seed. The final"
+            f" accuracies of two such runs differ by up to {100 * repeated:.1f} points, because a GPU does not always"
+            " add numbers in the same order."
         )
     return Section("Dropout (Section 3.4)", text, rows)
 
 
 def _overfits_most(network: Seeds) -> bool:
-    """Return whether the runs with the least dropout overfit visibly."""
+    """Return whether all runs with the least dropout overfit visibly."""
     least = min((one.run.recipe.dropout for one in network.runs), default=0.0)
     return overfits_always(Seeds(tuple(one for one in network.runs if one.run.recipe.dropout == least)))
 
@@ -322,11 +338,11 @@ def ablation(finished: Mapping[str, Finished]) -> Section:
         field = next((key for key in one.run.changed if key in MODIFICATIONS), None)
         if field is not None:
             rows.append([MODIFICATIONS[field], show_accuracy(one), *_difference(one, seeds, spread)])
-    text = "Accuracy of the folded network at the end."
+    text = "Final accuracy of the folded network."
     if seeds:
-        text += f" BN-x5 itself: {statistics.fmean(seeds):.2%} over {len(seeds)} seeds"
+        text += f" BN-x5 itself has a mean of {statistics.fmean(seeds):.2%} over {len(seeds)} seeds"
         if spread is not None:
-            text += f"; one more run would lie within {100 * spread:.2f} points of it"
+            text += f"; one more run would be within {100 * spread:.2f} points of this mean"
             text += " (95% prediction interval, not corrected for seven comparisons)"
         text += "."
     return Section("The seven modifications (Section 4.2.1)", text, rows)

@@ -26,8 +26,8 @@ class Fig4(Session):
     """Train the six networks of Section 4.2.3, evaluate them with 1 and 144 crops, and write Figure 4 as a table.
 
     You can spread the members over several sessions and machines: each member writes a result file and its class
-    probabilities, and the same command resumes where it stopped. Members that have not run are listed. Without --data,
-    nothing is trained, and the table is made from the members' files.
+    probabilities, and the same command resumes where it stopped. The table lists the members that have
+    not run. Without --data, nothing is trained, and the table is made from the members' files.
 
     Paper: Sec. 4.2.3; Fig. 4
     """
@@ -61,16 +61,16 @@ def fig4(options: Fig4) -> Path:
 
 
 def _known(options: Fig4, plan: Plan) -> list[str]:
-    """Return the names of the members: those of the plan, or those of runs that were given with --runs."""
+    """Return the names of the members: the plan's members, or the runs that were given with --runs."""
     there = {path.stem: read_result(path, ()) for path in sorted(options.result_files.glob("*.json"))}
-    if not any("result" in content for content in there.values()):  # files of --runs have no training result
+    if not any("result" in content for content in there.values()):  # with --runs, the files have no "result"
         return list(there)
     read_all(plan, options.result_files, options.out)  # rejects files of another plan
     return _members(plan)
 
 
 def _sweep_text(options: Fig4, plan: Plan) -> str:
-    """Return the plan's sweeps of rates as Markdown, or "" if the plan has none."""
+    """Return the finished runs of the plan's sweeps of rates as Markdown, or "" if there are none."""
     runs = [] if options.runs else [run for run in plan.runs if run.group == "rates"]
     found = {run.name: RunFiles(run, options.result_files, options.out).read() for run in runs}
     best = read_plan("fig4", options.plan, options.result_files).best  # the sweep may have ended since `plan` was read
@@ -86,12 +86,12 @@ def _check(options: Fig4) -> None:
         raise ValueError("--runs needs --data DIR, the images to evaluate the runs on")
     if options.runs and options.only:
         raise ValueError(
-            "--only and --runs cannot be combined: --only selects members of the plan, --runs uses other runs instead"
+            "--only and --runs cannot be combined: --only selects members of the plan, and --runs replaces them"
         )
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ValueError(
-            "fig4 runs in one process: train each member with torchrun ... -m batchnorm train --recipe NAME, then give"
-            " the runs with --runs"
+            "fig4 runs in one process: train each member with torchrun ... -m batchnorm train --recipe NAME, then pass"
+            " the folders of the runs to fig4 with --runs"
         )
 
 

@@ -26,7 +26,7 @@ class ErrorRow(NamedTuple):
     top5: float | None
 
 
-# As printed in the paper, on ImageNet's 50,000 validation images.
+# The rows that the paper prints, measured on ImageNet's 50,000 validation images.
 PAPER = (
     ErrorRow("GoogLeNet ensemble", "224", "144", "7", None, 0.0667),
     ErrorRow("Deep Image low-res", "256", "-", "1", None, 0.0796),
@@ -36,7 +36,7 @@ PAPER = (
     ErrorRow("BN-Inception multicrop", "224", "144", "1", 0.2199, 0.0582),
     ErrorRow("BN-Inception ensemble", "224", "144", "6", 0.201, 0.049),
 )
-# On ImageNet's test images. The first two rows are in the paper's text. The paper mentions human raters without a
+# Errors on the test images. The first two rows are in the paper's text. The paper mentions human raters without a
 # number; the number here is from Russakovsky et al. (2014).
 CONTEXT = (
     ErrorRow("BN-Inception ensemble, test set", "224", "144", "6", None, 0.0482),
@@ -62,7 +62,7 @@ class Gain(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """Whether the error is lower; the difference must exceed two standard errors."""
+        """Whether the change lowers the error: not resolved unless the difference exceeds two standard errors."""
         gain = self.before - self.after
         if abs(gain) <= 2 * self.standard_error:
             return "not resolved"
@@ -79,7 +79,7 @@ class Gain(NamedTuple):
 
 
 class Figure4(NamedTuple):
-    """The results of all members together."""
+    """Figure 4's results, from all members."""
 
     rows: tuple[ErrorRow, ...]
     steps: tuple[Gain, ...]
@@ -143,7 +143,7 @@ def figure4(members: Sequence[MemberFiles], size: int) -> Figure4:
 
 
 def _best_ensemble(members: Sequence[MemberFiles], error: str) -> Gain:
-    """Compare the best of all ensembles with the best network.
+    """Compare the best ensemble of two or more networks with the best network.
 
     Both are chosen on every second image and judged on the other images, so that the choice does not bias the result.
     """
@@ -172,7 +172,7 @@ def _combine(members: Sequence[MemberFiles], crops: int, wrong: dict[tuple[int, 
     """Average the members' probabilities, and add each image's errors to ``wrong``.
 
     For each image, ``wrong[crops, error]`` is the fraction of members that are wrong, and ``wrong[-crops, error]`` is 1
-    if the ensemble is wrong.
+    if the ensemble is wrong and 0 otherwise.
     """
     ensemble = Ensemble()
     for member in members:

@@ -66,20 +66,20 @@ class Plan:
             raise ValueError(f"the plan has no run named {', '.join(unknown)}; {listed}")
         early = [name for name in names if name in self.waiting]
         if early:
-            raise ValueError(f"{early[0]} cannot run yet: it needs {self.waiting[early[0]]}")
+            raise ValueError(f"{early[0]} cannot run yet, because {self.waiting[early[0]]} is not finished")
         return [run for run in self.runs if (not groups or run.group in groups) and (not names or run.name in names)]
 
 
 def read_plan(figure: Literal["fig2", "fig4"], path: Path | None = None, results: Path | None = None) -> Plan:
     """Read a plan for a figure from a TOML file; by default, the figure's plan in the library.
 
-    A run lasts ``horizon`` epochs, and its rate falls to the fraction ``end_rate`` of the initial rate. Both can be set
-    in the run, in its group, or in the table ``train`` for all runs.
+    A run lasts ``horizon`` epochs, and its rate falls to the fraction ``end_rate`` of the initial rate. Both keys
+    can be set in the run, in its group, or in the table ``train`` for all runs.
 
     Rates can come from the sweeps in the group ``rates``. ``rate = "best"`` is the rate with the highest accuracy in
-    the sweep of the run's recipe, or of the recipe that ``best_of`` names. In a group with ``base = "inception"``, the
-    best rate of Inception's sweep replaces the paper's 0.0015, and the rates of all recipes are scaled by the same
-    factor. ``times`` multiplies a rate that comes from a sweep.
+    the sweep of the run's recipe, or of the recipe that ``best_of`` names. In a group with ``base = "inception"``, a
+    run without ``rate`` has its recipe's rate times r / 0.0015, where r is the best rate of Inception's sweep and
+    0.0015 is Inception's rate in the paper. ``times`` multiplies a rate that comes from a sweep.
 
     Args:
         figure: the figure, which decides the groups that the plan may have.
@@ -131,7 +131,7 @@ def read_plan(figure: Literal["fig2", "fig4"], path: Path | None = None, results
 def _best_rates(sweep: Sequence[dict[str, Any]], results: Path | None) -> dict[str, float | None]:
     """Return the best rate of each recipe in the sweep, or None if some runs of the recipe are not finished.
 
-    If rates have the same accuracy, the lower one is chosen. A run that diverged has accuracy 0.
+    Of rates with the same accuracy, the lowest is chosen. A run that diverged counts as accuracy 0.
     """
     accuracies: dict[str, dict[float, list[float | None]]] = {}
     for run in sweep:
@@ -196,8 +196,8 @@ def _check_table(where: str, table: Any, known: Sequence[str]) -> None:
     for key, value in table.items():
         if key not in known:
             raise ValueError(
-                f"{where}: unknown key {key}; known keys are {', '.join(known)}. Fields of a recipe go into [recipe],"
-                " for all runs, or into a single run"
+                f"{where}: unknown key {key}; known keys are {', '.join(known)}. To change a field of the recipe,"
+                " set it in [recipe] for all runs, or in a run"
             )
         if key in ("evaluate_every", *EVERYWHERE) and not (type(value) is int and value > 0):
             raise ValueError(f"{where}: {key}={value!r}: must be a positive integer")
@@ -209,11 +209,14 @@ def _planned(
     name, horizon, end_rate = run["name"], settings["horizon"], settings["end_rate"]
     if not re.fullmatch(r"\w[\w.-]*", name):
         raise ValueError(
-            f"{name!r} cannot be the name of a run, which is also a file name: use letters, digits, '-', '.' and '_'"
+            f"{name!r} cannot be the name of a run, which is also a file name: use letters, digits, '_', '-' and '.',"
+            " and do not start with '-' or '.'"
         )
     _check_table(name, {key: run[key] for key in OWN if key in run}, OWN)
     if not 0 < end_rate < 1 or not 0 < horizon < math.inf:
-        raise ValueError(f"{name}: horizon={horizon} must be above 0, and end_rate={end_rate} must be between 0 and 1")
+        raise ValueError(
+            f"{name}: horizon={horizon} must be above 0 and finite, and end_rate={end_rate} must be between 0 and 1"
+        )
     changed = {key: value for key, value in run.items() if key not in OWN}
     if {"epochs", "decay_epochs"} & {*changed, *everywhere}:
         raise ValueError(f"{name}: remove epochs and decay_epochs, which are computed from horizon and end_rate")

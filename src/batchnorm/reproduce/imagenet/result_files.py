@@ -1,4 +1,4 @@
-"""The files that runs write. Figures and tables are made from these files alone, without images or a GPU.
+"""The files that runs write; figures and tables are made from these files alone, without images or a GPU.
 
 Every run writes a small result file, ``NAME.json``. A member of Figure 4's ensemble also writes its class
 probabilities, ``NAME.npz``. So each member is evaluated once, on the machine that has its checkpoint.
@@ -93,14 +93,14 @@ class RunFiles(NamedTuple):
         planned = {**asdict(self.run.recipe), "evaluate_every": self.run.evaluate_every}
         if other := differences({**asdict(recipe), "evaluate_every": content["evaluate_every"]}, planned):
             raise ValueError(
-                f"{self.result} belongs to another plan: {'; '.join(other)}; choose another --results, or move the"
+                f"{self.result} belongs to another plan ({'; '.join(other)}): choose another --results, or move the"
                 " file away"
             )
         curve = tuple(Point(*row) for row in content["curve"])
         return Finished(self.run, curve, *(content[key] for key in KEYS[1:]))
 
     def write(self, result: Result, data: dict[str, Any], commit: str | None, **more: Any) -> None:
-        """Write the result file of a run that has ended, with further results in ``more``."""
+        """Write the result file of a run that has ended, with ``more`` as further entries."""
         records = lines.read(self.folder / "metrics.jsonl")
         content = {
             "run": self.run.name,
@@ -147,7 +147,7 @@ class MemberFiles(NamedTuple):
         return f"left out of the ensemble: {self.probabilities.name} is missing; add --data DIR to compute it again"
 
     def finished(self) -> bool:
-        """Return whether the member is evaluated, or diverged in training."""
+        """Return whether the member has been evaluated, or diverged in training."""
         return self.missing() in (None, "diverged in training")
 
     def read(self) -> dict[str, Any]:
@@ -155,15 +155,15 @@ class MemberFiles(NamedTuple):
         return read_result(self.result, ("crops", "data", "recipe", "weights", "environment"))
 
     def predictions(self, crops: int) -> tuple[Tensor, Tensor]:
-        """Return class probabilities and labels of all images."""
+        """Return the class probabilities of all images, averaged over this many crops, and the labels."""
         with np.load(self.probabilities, allow_pickle=False) as arrays:
             return torch.from_numpy(arrays[f"crops{crops}"]), torch.from_numpy(arrays["labels"])
 
     def write_probabilities(self, found: Mapping[int, Predictions]) -> None:
         """Write the probabilities.
 
-        The file stores float32: in float16, small probabilities would become equal, and the five highest would not be
-        unique.
+        The file stores float32: in float16, small probabilities could become equal, and the top five classes would be
+        ambiguous.
         """
         arrays = {f"crops{crops}": one.probabilities.cpu().numpy() for crops, one in found.items()}
         arrays["labels"] = found[CROPS[0]].labels.cpu().numpy()
@@ -213,13 +213,13 @@ def curve(records: Sequence[dict[str, Any]]) -> list[Point]:
 
 
 def _seconds(records: Sequence[dict[str, Any]]) -> float:
-    """Return how long the run took, over all its sessions; each session's clock starts at 0."""
+    """Return how many seconds the run took over all its sessions; each session's clock starts at 0."""
     clock = [record["seconds"] for record in records]
     return float(sum(a for a, b in pairwise([*clock, 0.0]) if b < a))
 
 
 def _pace(records: Sequence[dict[str, Any]]) -> float | None:
-    """Return the median steps per second between consecutive training records."""
+    """Return the median of the steps per second between consecutive training records; None if there are none."""
     paces = [
         (b["step"] - a["step"]) / (b["seconds"] - a["seconds"])
         for a, b in pairwise(records)
@@ -229,7 +229,7 @@ def _pace(records: Sequence[dict[str, Any]]) -> float | None:
 
 
 def _readable(content: dict[str, Any]) -> str:
-    """Return JSON with one line for each key, and for each row of the curve."""
+    """Return JSON with one line for each key, and one line for each row of the curve."""
     rounded = [[round(v, 5) if isinstance(v, float) else v for v in row] for row in content["curve"]]
     rows = ",\n  ".join(map(json.dumps, rounded))
     keys = [f' "{k}": {json.dumps(v)}' for k, v in content.items() if k != "curve"]

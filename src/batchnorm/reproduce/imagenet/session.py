@@ -108,13 +108,13 @@ class Session:
 
         Args:
             waiting: the jobs.
-            recipes: the jobs' recipes; images are decoded once for all of them.
+            recipes: the jobs' recipes; if jobs run in parallel, the images are decoded once for all of them.
             evaluate_batch: images per validation batch.
             publish: a function that is called after the jobs, even if some failed or were stopped.
 
         Raises:
             OSError: if a folder is not writable.
-            ValueError: if a convolution is wrong at the share of the GPU that each job would get.
+            ValueError: if the share of the GPU that each job would get is untested, or makes a convolution wrong.
             JobsFailedError: if a job failed; the results of the other jobs are kept.
             KeyboardInterrupt: if the jobs were stopped.
         """

@@ -19,13 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...processes import workers
 from ...train import Recipe
 
-# NVIDIA's Multi-Process Service. Without it, processes take turns on the GPU, and eight small networks take as long
-# together as one after the other.
+# NVIDIA's Multi-Process Service. Without it, processes take turns on the GPU, and training several networks at the same
+# time saves little time.
 CONTROL = "nvidia-cuda-mps-control"
 SHARE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 FOLDERS = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
-# At 33 percent (42 multiprocessors of an H200), cuDNN's bfloat16 convolutions return NaN. At the shares below, they
-# are correct.
+# The shares, in percent of the multiprocessors, at which cuDNN's bfloat16 convolutions were correct in tests. At 33
+# percent of an H200 (42 multiprocessors), they return NaN.
 SHARES = (25, 50, 100)
 # The largest relative error that a bfloat16 convolution may have. Rounding alone gives less than 0.01.
 TOLERANCE = 0.05
@@ -48,24 +48,24 @@ def share_of(processes: int) -> int:
 def shared_gpu(processes: int) -> Iterator[bool]:
     """Set the child processes' environment so that they share a GPU; yield whether the sharing service runs.
 
-    A service that is already running is left alone.
+    If CUDA_MPS_PIPE_DIRECTORY is set, the service is taken to be running already; it is neither started nor stopped.
 
     Raises:
-        ValueError: if the environment sets a share at which convolutions were not checked.
+        ValueError: if the environment already sets a share that is not one of SHARES.
     """
     if processes < 2:
         yield False
         return
     before = dict(os.environ)
-    # If each process may use all multiprocessors, one process's large kernels delay the small kernels of the others
-    # (docs/decisions.md).
+    # If every process can use all multiprocessors, the large kernels of one process delay the small kernels of other
+    # processes.
     share = os.environ.setdefault(SHARE, str(share_of(processes)))
     if share not in map(str, SHARES):
         raise ValueError(
             f"{SHARE}={share} is untested, and convolutions could be wrong: set it to"
             f" {', '.join(map(str, SHARES[:-1]))} or {SHARES[-1]}, or unset it"
         )
-    # Kernels whose programs wait for each other could deadlock if other processes occupy the multiprocessors.
+    # Turn off kernels whose programs wait for each other: they could deadlock if other processes occupy the GPU.
     os.environ.setdefault("BATCHNORM_LAUNCHES_AT_ONCE", "0")
     folder = None
     try:
@@ -92,10 +92,10 @@ def shared_gpu(processes: int) -> Iterator[bool]:
 def checked_gpu(
     processes: int, recipes: Iterable[Recipe], evaluate_batch: int, precision: Literal["auto", "bf16", "fp32"]
 ) -> Iterator[None]:
-    """Share a GPU with :func:`shared_gpu`, and check it with :func:`check_share`; warn if the service does not run.
+    """Share a GPU with :func:`shared_gpu`, and check its bfloat16 convolutions with :func:`check_share`.
 
     Raises:
-        ValueError: for the same reasons as these two functions.
+        ValueError: if one of these two functions raises it.
     """
     with shared_gpu(processes) as shared:
         if processes > 1 and not shared:
@@ -106,7 +106,7 @@ def checked_gpu(
 
 
 def check_share(recipes: Iterable[Recipe], evaluate_batch: int, device: str) -> None:
-    """Check these networks' convolutions in a process that gets the share of the GPU set in the environment.
+    """Check the convolutions of the recipes' networks in a process with the GPU share that the environment sets.
 
     Raises:
         ValueError: if a convolution is wrong; the message names the first one.
@@ -125,7 +125,7 @@ def check_share(recipes: Iterable[Recipe], evaluate_batch: int, device: str) -> 
 
 
 def wrong_convolution(recipe: Recipe, evaluate_batch: int, device: str) -> str | None:
-    """Return which convolution of a network is wrong in bfloat16, in training or validation; None if all are right."""
+    """Describe the first convolution that is wrong in bfloat16, in training or validation; None if all are correct."""
     net = recipe.network(10).to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     for batch, training in ((recipe.batch_size, True), (evaluate_batch, False)):
         images = torch.randn(batch, 3, recipe.size, recipe.size, device=device).to(memory_format=torch.channels_last)

@@ -80,11 +80,11 @@ class TrainedMember(Training):
         return MemberFiles(self.name, self.files.results)
 
     def finished(self) -> bool:
-        """Return whether the member is evaluated, or diverged in training."""
+        """Return whether the member has been evaluated, or diverged in training."""
         return self.member.finished()
 
     def __call__(self) -> None:
-        """Train, evaluate and write the files, the result file last; a member that diverged has no scores."""
+        """Train and evaluate the member, and write its result file last; a member that diverged has no scores."""
         self.member.result.unlink(missing_ok=True)
         result = self.train()
         found: dict[str, Any] = {"weights": None, "crops": {}}
@@ -111,11 +111,11 @@ class TakenMember:
         return self.member.name
 
     def finished(self) -> bool:
-        """Return whether the member's result file was computed from this run's weights."""
+        """Return whether the member's result file is complete and comes from this run's weights."""
         return self.member.finished() and self.member.read()["weights"] == self.saved.weights
 
     def __call__(self) -> None:
-        """Evaluate and write the files, the result file last."""
+        """Evaluate the run, write its class probabilities, and write its result file last."""
         torch.set_num_threads(self.session.threads)
         self.member.result.unlink(missing_ok=True)
         found = evaluate(self.saved, self.member, self.session, self.batch_size)

@@ -72,7 +72,7 @@ Table = dict[tuple[bool, float], list[list[float]]]
 
 
 def _trained(options: Comparison, pairs: Iterable[tuple[bool, float]], marks: Sequence[int], hold_out: bool) -> Table:
-    """Return each network's accuracies at the marks, for every seed."""
+    """Train each pair (with BN, rate) with every seed; return the accuracies at the steps in ``marks``."""
     jobs = [
         (Setting(kind, marks[-1], rate, options.std, seed=seed), marks)
         for kind, rate in pairs
@@ -93,7 +93,7 @@ def _mean(runs: Sequence[Sequence[float]]) -> list[float]:
 
 
 def _row(kind: bool, rate: float, runs: Sequence[Sequence[float]], marks: Sequence[int]) -> dict[str, Any]:
-    """Return the mean and the spread (sample standard deviation) over seeds at each mark."""
+    """Return the accuracies' mean and spread (sample standard deviation) over seeds at each step in ``marks``."""
     columns = list(zip(*runs, strict=True))
     return {
         "network": label(kind),
@@ -122,8 +122,8 @@ def draw(result: dict[str, Any], plt: Any) -> Any:
             lowest = min([lowest, *(m - s for m, s in zip(row["mean"], bars, strict=True))])
             style = {"color": colour(row["network"]), "label": f"{row['network']}, rate {row['rate']:g}"}
             axis.errorbar(row["steps"], row["mean"], bars, fmt="o-", ms=3, capsize=2, **style)
-        # Start at a multiple of 0.05, so that close curves can be told apart.
+        # Start the y axis just below the lowest value, so that close curves can be told apart.
         axis.set(xscale="log", xlabel="training steps", title=f"{key}: test accuracy", ylim=(lowest // 0.05 * 0.05, 1))
     for axis in axes:
-        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.3))  # below the panel, so that it hides no curve
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.3))  # below the panel, to hide no curve
     return figure

@@ -69,8 +69,8 @@ def fig1(options: Fig1) -> Path:
     After Ctrl-C every network saves a checkpoint and stops within 100 steps; a second Ctrl-C stops at once.
 
     Raises:
-        KeyboardInterrupt: if the training was stopped; checkpoints are saved first.
-        ValueError: if the folder holds a run with other options.
+        KeyboardInterrupt: if the training was stopped before the end.
+        ValueError: if the folder holds a run with other options, or a checkpoint that cannot be used.
     """
     check_writable(options.out / "result.json")
     complete = _train(options)

@@ -1,4 +1,4 @@
-"""Sections 1 and 3.3: "be less careful about initialization"."""
+"""Abstract: batch normalization lets us "be less careful about initialization"."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .training import Setting, accuracies
 
 @dataclass(frozen=True)
 class Init(Experiment):
-    """Train both networks from initial weights with standard deviations of 1e-3 to 10, and compare their accuracies.
+    """Train both networks from initial weights with various standard deviations, and compare their accuracies.
 
     Paper: Abstract, "be less careful about initialization"; Sec. 3.3
     """

@@ -41,7 +41,7 @@ Show = Callable[[int, str], None]
 
 @dataclass(frozen=True)
 class NetworkRun:
-    """The training run of one network, as a :class:`batchnorm.jobs.Job` that can run in parallel with others.
+    """The training run of one network, as a :class:`batchnorm.jobs.Job` that can run in parallel with other jobs.
 
     If the folder holds an unfinished run with the same setting, that run is resumed. With ``any_steps``, the run in the
     folder may have been started with another number of steps.
@@ -118,7 +118,7 @@ class NetworkRun:
         return True
 
     def _config_there(self) -> dict[str, Any]:
-        """Return the configuration of the run in the folder, or {} if that run has no checkpoint."""
+        """Return the configuration of the run in the folder, or {} if the folder has no checkpoint."""
         if not (self.folder / "checkpoint.pt").exists():
             return {}
         path = self.folder / "config.json"
@@ -174,8 +174,7 @@ class _Watch:
 
     def __init__(self, setting: Setting, net: nn.Sequential, data: MNIST, metrics: Metrics, show: Show) -> None:
         self.setting, self.net, self.data, self.metrics, self.show = setting, net, data, metrics, show
-        # Do not enter the monitor with `with`, which would make it record training passes: this class chooses the
-        # steps.
+        # Do not use the monitor in a `with` block, where it would record training passes: this class chooses the steps.
         self.monitor = Monitor(net, percentiles=PERCENTILES, probe=data.test.images[:PROBE])
         steps = setting.steps
         self.accuracy_at = {0, *accuracy_steps(steps)}
@@ -206,7 +205,7 @@ class _Watch:
 
 
 def accuracy_steps(steps: int) -> list[int]:
-    """Return the steps at which accuracy is measured: often in the first 5,000, and after every 2% of the run.
+    """Return the steps at which accuracy is measured: often in the first 5,000 steps, then after every 2% of the run.
 
     >>> accuracy_steps(50_000)[:3], len(accuracy_steps(50_000)), accuracy_steps(50_000)[-1]
     ([100, 200, 300], 71, 50000)
@@ -218,7 +217,7 @@ def accuracy_steps(steps: int) -> list[int]:
 
 
 def _evenly(steps: int, count: int, closest: int) -> set[int]:
-    """Return about ``count`` evenly spaced steps from 0 on, at least ``closest`` steps apart."""
+    """Return about ``count`` evenly spaced steps, or fewer if they would be closer than ``closest``; the first is 0."""
     return set(range(0, steps + 1, max(steps // count, closest)))
 
 
@@ -228,6 +227,8 @@ def _loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 def finish(net: nn.Sequential, setting: Setting, data: MNIST) -> dict[str, Any]:
     """Return the test accuracy with running averages, with population statistics, and of the folded network.
+
+    A network without batch normalization has only the first of these accuracies.
 
     Paper: Alg. 2, l. 7-12
     """

@@ -24,7 +24,7 @@ STATISTICS = ("skewness", "excess kurtosis", "sparsity")
 
 @dataclass(frozen=True)
 class Placement(Experiment):
-    """Compare BN before and after the nonlinearity: accuracy, and the distributions of Wu and of the output u.
+    """Compare accuracy, and the distributions of Wu and of the nonlinearity's output, with BN before and after it.
 
     Paper: Sec. 3.2, "more Gaussian"; Sec. 5, the standardization layer
     """
@@ -115,9 +115,9 @@ def shape(v: Tensor) -> dict[str, float]:
     """Return three numbers that describe the distribution of values of shape (examples, units).
 
     Let c = v - E[v] and s^2 = E[c^2], over examples. Skewness is |E[c^3] / s^3| and excess kurtosis is
-    E[c^4] / s^4 - 3, both averaged over units. Sparsity is Hoyer's, (sqrt(K) - |v|_1 / |v|_2) / (sqrt(K) - 1), over an
-    example's K units: it is 0 if all units have the same magnitude, 1 if only one unit is not zero, and about 0.2 for a
-    Gaussian.
+    E[c^4] / s^4 - 3, both averaged over units. Sparsity is Hoyer's (sqrt(K) - |v|_1 / |v|_2) / (sqrt(K) - 1), where v
+    holds an example's K units, averaged over examples. Sparsity is 0 if all units have the same magnitude, 1 if only
+    one unit is not zero, and about 0.2 for Gaussian values.
     """
     c = v - v.mean(0)
     s = c.square().mean(0).sqrt()
@@ -130,7 +130,7 @@ def shape(v: Tensor) -> dict[str, float]:
 
 
 def draw(result: dict[str, Any], plt: Any) -> Any:
-    """Draw the shapes of the layers' distributions, and the test accuracies."""
+    """Draw the skewness, kurtosis and sparsity of each layer, and the test accuracies."""
     figure, axes = plt.subplots(1, 4, figsize=(11, 2.7))
     for row in result["runs"]:
         last = list(row["shapes"].values())[-1]

@@ -22,7 +22,7 @@ DRAW = {
 
 
 def redraw(folder: Path) -> None:
-    """Draw a picture next to each result file of these commands in a folder."""
+    """Draw a picture next to each file in the folder whose name is in DRAW."""
     for name, draw in DRAW.items():
         if (path := folder / f"{name}.json").exists():
             picture_beside(path, draw)

@@ -1,4 +1,4 @@
-"""Sections 1 and 3.3: batch normalization "prevents the network from getting stuck in the saturated modes"."""
+"""Sections 1 and 3.3: batch normalization prevents a network from getting stuck in saturated nonlinearities."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _follow(job: tuple[Setting, Sequence[int], float]) -> list[dict[str, float]]
 
 
 def saturated(net: nn.Module, batch: Tensor, tail: float) -> dict[str, float]:
-    """Return the fraction of each layer's sigmoids whose output is within ``tail`` of 0 or 1, over a batch.
+    """Return, for each layer, the fraction of sigmoid outputs on a batch that are within ``tail`` of 0 or 1.
 
     Paper: Sec. 1, "moved into the saturated regime of the nonlinearity"
     """

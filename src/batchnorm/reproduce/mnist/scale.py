@@ -64,8 +64,9 @@ def identity_gaps(u: Tensor, weight: Tensor, gamma: Tensor, beta: Tensor, eps: f
     """Return by how much each of Section 3.3's identities is violated.
 
     Because of eps, |BN(aWu) - BN(Wu)| <= |gamma x_hat| eps |1 - 1/a^2| / (sigma^2 + eps/a^2), elementwise. "output" is
-    the largest ratio of the two sides, which should be at most 1. "output gap" is the largest left side. "du" and "dW"
-    are relative distances between the gradients for one fixed random output gradient.
+    the largest ratio of the two sides, which should be at most 1. "output gap" is the largest value of the left side.
+    "du" and "dW" are the relative distances between the gradients with W and with aW, for one random output gradient;
+    for "dW", the gradient with respect to aW is multiplied by a.
     """
     values = [_forward_and_gradients(u, factor * weight, gamma, beta, eps) for factor in (1.0, a)]
     (one, du, dw), (other, du_a, dw_a) = values

@@ -99,7 +99,9 @@ def train_bias(data: Digits, steps: int, rate: float, seed: int, *, through: boo
 
 
 class OutsideTheGradient(nn.Module):
-    """Normalize by the batch's mean, or mean and standard deviation, as if they did not depend on the parameters.
+    """Normalize a batch as if its mean and standard deviation did not depend on the parameters.
+
+    With ``scale=False``, only the mean is subtracted.
 
     Paper: Sec. 2, "ignores the dependence of E[x] on b"
     """

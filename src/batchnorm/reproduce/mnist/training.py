@@ -45,9 +45,10 @@ class Setting:
 
 
 def order(setting: Setting, examples: int, start: int, stop: int) -> Tensor:
-    """Return the example indices of steps ``start`` to ``stop``, of shape (steps, m); each epoch is a new permutation.
+    """Return the indices of the examples in steps ``start`` to ``stop - 1``, of shape (steps, batch size).
 
-    The indices depend only on the seed and the step, so a resumed run sees the same batches as an uninterrupted run.
+    Each epoch is a new permutation. The batch of a step does not depend on ``start`` or ``stop``, so a resumed run has
+    the same batches as an uninterrupted run.
 
     >>> a, b = (order(Setting(), 6000, *span) for span in ((0, 150), (90, 150)))
     >>> torch.equal(a[90:], b), len(a[:100].unique())
@@ -106,7 +107,7 @@ def evenly(steps: int, count: int) -> list[int]:
 def accuracy(net: nn.Module, digits: Digits) -> float:
     """Return the fraction of correct predictions in evaluation mode, and restore the network's mode."""
     with evaluating(net):
-        # Evaluate small parts, so that their activations stay in the cache.
+        # Evaluate small parts, so that their activations fit in the CPU's cache.
         predictions = torch.cat([net(part).argmax(1) for part in digits.images.split(2000)])
     return float((predictions == digits.labels).double().mean())
 
