@@ -60,7 +60,7 @@ def test_files_of_one_name_in_different_folders(folder, tmp_path):
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("mynet", "'mynet' is not the name of a function: write module:function"),
+        ("mynet", "'mynet' is not the name of a function: write MODULE:FUNCTION"),
         ("mynet:missing", "cannot make a network from mynet:missing"),
         ("absent.py:build", "cannot make a network from absent.py:build: .*absent.py is not a file"),
         ("mynet:nothing", "mynet:nothing returned int, not a torch.nn.Module"),

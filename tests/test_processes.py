@@ -132,7 +132,7 @@ def die_if_asked(number):
 def test_a_worker_that_dies_leaves_the_rest_to_the_others():
     with workers(2) as run:
         outcomes = list(run(die_if_asked, [(i,) for i in range(4)], 60.0))
-        with pytest.raises(RuntimeError, match="all worker processes died; 1 jobs were not started"):
+        with pytest.raises(RuntimeError, match="all worker processes died; jobs that were not started: 1"):
             list(run(die_if_asked, [(1,), (2,)], 60.0))
     assert sorted(o.result for o in outcomes if o.error is None) == [0, 2, 3]
     (dead,) = (o for o in outcomes if o.error is not None)

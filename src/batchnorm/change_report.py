@@ -9,8 +9,8 @@ from math import ceil, isfinite
 
 from torch import nn
 
-# For each function: the noun for the modules it changes, the first word of its action, and the summary's word for that
-# action.
+# For each function: the noun for what it changes, the word that `Site.action` starts with if it was changed, and the
+# word for this in the summary.
 WORDS = {
     "fold": ("batch norm", "folded", "folded"),
     "convert": ("batch norm", "converted", "converted"),
@@ -99,7 +99,7 @@ class VerbReport:
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """One layer's population statistics compared with its running averages, and their standard errors.
+    """One layer's population statistics: their standard errors, and how far the running averages are from them.
 
     Gaps and errors are the largest over the layer's features, in units of sqrt(Var[x] + eps) for the mean and of
     Var[x] + eps for the variance.
@@ -134,7 +134,7 @@ class Population:
     def more_batches(self, tolerance: float = 0.05) -> int:
         """Return how many more batches would bring every standard error down to ``tolerance``; 0 if none are needed.
 
-        The error falls with the square root of the number of batches. A single batch gives no estimate of the error, so
+        The error falls as 1 / sqrt(number of batches). A single batch gives no estimate of the error, so
         the result is then 1.
         """
         more = 0

@@ -44,7 +44,7 @@ COMMANDS = {
     ),
     "compare": Command(
         "batchnorm.reproduce.compare:compare",
-        "train your network without and with batch normalization, and compare both at their best rates",
+        "train your network without and with batch normalization, and compare both at their best learning rates",
         "--network mynet.py:build --data images --validate 0.1 --size 64 --epochs 20",
         RUNS,
     ),
@@ -86,7 +86,7 @@ COMMANDS = {
     ),
     "reproduce comparison": Command(
         "batchnorm.reproduce.mnist.comparison:comparison",
-        "Figure 1 with each network at its best rate, three seeds",
+        "Figure 1 with three seeds, and each network at its best learning rate",
         "--marks 1000 5000 --seeds 2",
         PLOTS,
     ),

@@ -11,14 +11,14 @@ from .ops import Moments
 
 
 def world_size(group: distributed.ProcessGroup | None = None) -> int:
-    """Return the number of ranks in ``group``; 1 without torch.distributed."""
+    """Return the number of ranks in ``group``; 1 outside of distributed runs."""
     if not distributed.is_available() or not distributed.is_initialized():
         return 1
     return distributed.get_world_size(group)
 
 
 def rank() -> int:
-    """Return this process's rank; 0 without torch.distributed."""
+    """Return this process's rank; 0 outside of distributed runs."""
     return 0 if world_size() == 1 else distributed.get_rank()
 
 
@@ -35,7 +35,7 @@ def gather_moments(local: Moments, group: distributed.ProcessGroup | None = None
 
 
 def add_across_ranks(values: Tensor) -> Tensor:
-    """Return the sum of the ranks' tensors; without torch.distributed, return the tensor itself."""
+    """Return the sum of the ranks' tensors; outside of distributed runs, return the tensor itself."""
     if world_size() == 1:
         return values
     total = values.clone()
@@ -44,7 +44,7 @@ def add_across_ranks(values: Tensor) -> Tensor:
 
 
 def gather_objects(value: Any, group: distributed.ProcessGroup | None = None) -> list[Any]:
-    """Return the values of all ranks, in rank order; ``[value]`` without torch.distributed."""
+    """Return the values of all ranks, in rank order; ``[value]`` outside of distributed runs."""
     if world_size(group) == 1:
         return [value]
     rows: list[Any] = [None] * world_size(group)

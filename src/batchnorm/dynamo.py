@@ -1,8 +1,8 @@
 """``torch.compile(net, backend="batchnorm")``: fused batch normalization for networks of plain ``torch.nn`` layers.
 
-Dynamo's graph calls ``F.batch_norm``. Each such call in training mode, together with the sum and the activation after
-it, is replaced with a call to this library, and Inductor compiles the changed graph. In evaluation mode, batch
-normalization is elementwise, and Inductor fuses it without help.
+Dynamo's graph calls ``F.batch_norm``. In training mode, each call that the fused kernels support is replaced with a
+call to this library, together with the sum and the activation after it. Inductor compiles the changed graph. In
+evaluation mode, batch normalization is elementwise, and Inductor fuses it without help.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
 
 
 def at_least(least: float, /, **options: object) -> None:
-    """Check that options are numbers of at least ``least``; a tuple must not be empty or contain duplicates.
+    """Check that options are numbers of at least ``least``, or nonempty tuples of such numbers without duplicates.
 
     An option that is None was not given and is not checked.
 

@@ -185,7 +185,7 @@ def _do(job: Job) -> None:
 
 @contextmanager
 def _own(folder: Path) -> Iterator[int]:
-    """Open and lock the job's log, so that no other process can use the folder."""
+    """Open and lock the job's log, so that no other process runs a job in this folder."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "log.txt").open("a") as log:
         try:

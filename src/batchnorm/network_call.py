@@ -66,7 +66,8 @@ def call(net: nn.Module, batch: Any, forward: Forward | None = None) -> Any:
         called = "net(batch)" if isinstance(batch, Tensor) else "net(batch[0])" if args else "net(**batch)"
         raise TypeError(
             f"the network cannot be called as {called} on a batch of type {type(batch).__name__}: {form}; pass a"
-            " dict of inputs by name or, to functions with a forward= argument, forward=lambda net, batch: net(*batch)"
+            " dict of inputs by name or, if you called a function with a forward= argument, pass"
+            " forward=lambda net, batch: net(*batch)"
         ) from error
 
 

@@ -110,7 +110,7 @@ class SharedWithOriginalError(ValueError):
 
 @contextmanager
 def isolated(net: nn.Module, twin: nn.Module) -> Iterator[Callable[[Any], None]]:
-    """Run a copy of a network without gradients and with fixed random numbers; raise if it uses parts of the original.
+    """Disable gradients and fix random numbers while a copy runs; raise if the copy uses parts of the original.
 
     ``copy.deepcopy`` does not copy functions. In a copy, a lambda that refers to ``self`` still refers to the original,
     so running the copy would update the original's statistics and ignore replaced modules.

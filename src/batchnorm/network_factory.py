@@ -35,8 +35,9 @@ def make_network(name: str, classes: int | None = None) -> tuple[nn.Module, Any]
             and timm as ``num_classes=``; None passes nothing.
 
     Raises:
-        ValueError: if there is no function of this name, or the function does not return a network.
-        UserCodeError: if the function raises an exception.
+        ValueError: if there is no function or network of this name, or if the function cannot be called with these
+            arguments or does not return a network.
+        UserCodeError: if the module or the function raises an exception.
 
     >>> make_network("torch.nn:Identity")
     (Identity(), None)
@@ -46,8 +47,8 @@ def make_network(name: str, classes: int | None = None) -> tuple[nn.Module, Any]
     file = Path(source) if source.endswith(".py") else None
     if library is None and not (source and function and (file or not source.startswith("."))):
         raise ValueError(
-            f"'{name}' is not the name of a function: write module:function, such as mynets:resnet, file.py:function,"
-            " torchvision:NAME or timm:NAME"
+            f"'{name}' is not the name of a function: write MODULE:FUNCTION (such as mynets:resnet),"
+            " FILE.py:FUNCTION, torchvision:NAME or timm:NAME"
         )
     if library is None and file is None and source.partition(".")[0] in sys.stdlib_module_names:
         raise ValueError(

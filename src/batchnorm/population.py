@@ -76,29 +76,32 @@ def estimate_(
     by m and Var[x] = sum(m sigma_B^2) / sum(m - 1). In convolutional layers m counts locations too.
     Rule "pooled": the mean and variance of all N samples together; the variance divides by N, not by N - 1.
 
-    Only batch normalization runs in training mode; dropout, for example, is off. Frozen layers (frozen by ``freeze_``,
-    or in evaluation mode inside a network in training mode) keep their statistics and normalize by them. The statistics
-    of ``F.batch_norm`` calls outside a layer are not estimated; the report lists these calls. Nothing else in the
-    network changes, and nothing changes at all if an exception is raised. Call ``estimate_`` once after averaging
-    weights (EMA, SWA), because a network with averaged weights has different statistics. In a distributed run, every
-    rank calls ``estimate_`` on its own batches, and every rank gets the statistics of all batches. With synchronized
-    layers and ``upstream="batch"``, ranks need the same number of batches.
+    All layers except batch normalization run in evaluation mode, so dropout, for example, is off. Frozen layers (frozen
+    by ``freeze_``, or in evaluation mode inside a network in training mode) keep their statistics and normalize by
+    them. The statistics of ``F.batch_norm`` calls outside a layer are not estimated; the report lists these calls. Each
+    estimated layer's ``num_batches_tracked`` becomes the number of batches. Nothing else in the network changes, and
+    nothing changes at all if an exception is raised. Call ``estimate_`` once after averaging weights (EMA, SWA),
+    because a network with averaged weights has different statistics. In a distributed run, every rank calls
+    ``estimate_`` on its own batches, and every rank gets the statistics of all batches. With synchronized layers and
+    ``upstream="batch"``, ranks need the same number of batches.
 
     Args:
         net: any network with batch normalization layers of this library or of ``torch.nn``.
         batches: training mini-batches; they are moved to the network's device. A batch is a tensor, a tuple or list
             whose first item is the input, or a dict of keyword arguments.
         rule: "paper" or "pooled".
-        upstream: which statistics the layers before the one being estimated normalize by. "batch": those of each batch,
+        upstream: the statistics that the layers before an estimated layer use. "batch": the statistics of each batch,
             as in training; this takes one pass over the batches. "population": the population statistics estimated so
             far; this takes one pass for each layer on the longest path through the network. With "population" and rule
-            "pooled", the result does not depend on how the data is split into batches.
+            "pooled", the result does not depend on how the data is split into batches, unless a layer is called several
+            times.
         forward: a function of the network and a batch that calls the network, for batches of any other type.
 
     Raises:
-        ValueError: if there are no layers or no batches; if ``batches`` is a bare tensor; if a batch has only one value
-            per feature (with ``upstream="population"`` and rule "paper", only if all batches do); if a moment is not
-            finite; if ranks with synchronized layers have different numbers of batches (``upstream="batch"``); if the
+        ValueError: if ``rule`` or ``upstream`` is unknown; if there are no layers or no batches; if ``batches`` is a
+            bare tensor, or an iterator (with ``upstream="population"``); if a batch has only one value per feature
+            (with ``upstream="population"`` and rule "paper", only if all batches do); if a moment is not finite; if
+            ranks with synchronized layers have different numbers of batches (with ``upstream="batch"``); if the
             network's code calls a layer's ``forward`` method instead of the layer; or if a layer has its own forward
             and normalizes neither with ``F.batch_norm`` nor with the forward of its base class.
         TypeError: if the network cannot be called on the batches; pass ``forward=`` to say how to call it.
@@ -182,7 +185,7 @@ def _by_depth(
     if first is None:
         return []
     graph = trace(net, first, forward)
-    reaching: dict[TracedCall, set[nn.Module]] = {}  # the layers on paths from the input to a call, and the called one
+    reaching: dict[TracedCall, set[nn.Module]] = {}  # the layers on paths from the input to a call, and its layer
     above: dict[nn.Module, set[nn.Module]] = {}  # the layers on paths from the input to any call of a layer
     for call in graph.calls:
         found = reaching[call] = set().union(*(reaching.get(v.producer, ()) for v in call.inputs if v.producer))
@@ -272,7 +275,7 @@ class _Observer:
         self.direct = direct or type(layer) not in KNOWN or narrow or own or uncounted or self.own_forward
         self._moments = MomentAccumulator(unbiased=not self.direct)
         self._called = False
-        self._counted: Tensor | int = 0  # the calls that the layer should have counted
+        self._counted: Tensor | int = 0  # how many calls the layer should have counted
         self._m: Tensor | int = 0
 
     @contextmanager
@@ -392,7 +395,7 @@ class _FunctionalCalls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if sys._getframe(1).f_globals.get("__name__", "").startswith(ops.__name__):
-            return func(*args, **kwargs)  # a layer of this library, whose observer has seen the input
+            return func(*args, **kwargs)  # called by this library; if the layer has an observer, it has seen the input
         owner = _running_module() if func in FUNCTIONS else None
         if owner in self.observers:
             self.observers[owner].observe(args[0] if args else kwargs["input"])

@@ -85,7 +85,7 @@ class Remote(ChildProcess):
             error, result = self.pipe.recv()
         except (EOFError, ConnectionError):
             self._process.join(1)
-            raise RuntimeError(f"its process died with exit status {self.exit_status}") from None
+            raise RuntimeError(f"the process died with exit status {self.exit_status}") from None
         self._busy = False
         if error is not None:
             raise error
@@ -185,7 +185,7 @@ def _run(pool: Sequence[Remote], work: Work, jobs: Sequence[tuple[Any, ...]], se
             yield outcome
         if not busy:
             if waiting and not idle:
-                raise RuntimeError(f"all worker processes died; {len(waiting)} jobs were not started")
+                raise RuntimeError(f"all worker processes died; jobs that were not started: {len(waiting)}")
             return
         worker, number, job = busy.pop(wait(list(busy))[0])
         outcome = _outcome(number, job, worker.result)
@@ -238,7 +238,7 @@ def map_on_cores(work: Callable[[Given], Result], jobs: Sequence[Given], process
 
 @contextmanager
 def torch_threads(number: int) -> Iterator[None]:
-    """Set torch's number of threads inside the block. For small networks a second thread costs more than it saves."""
+    """Set torch's number of threads inside the block."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:

@@ -139,7 +139,7 @@ class Display:
         self.say(f"{name}: {how}" + (f" at {shown}" if shown.done else ""))
 
     def say(self, text: str) -> None:
-        """Print a line, above the bars."""
+        """Print a line; if there are bars, it appears above them."""
         if self.bars is not None:
             self.bars.console.print(text, highlight=False)
         else:

@@ -23,7 +23,7 @@ def environment(commit: str | None = None) -> dict[str, Any]:
     """Describe the machine and the software of a measurement.
 
     Args:
-        commit: the commit to record; by default, the one that git reports.
+        commit: the commit to record; by default, the commit of the source tree.
 
     >>> sorted(environment())
     ['commit', 'cores', 'gpu', 'hardware', 'load', 'numpy', 'python', 'threads', 'torch']

@@ -54,7 +54,7 @@ def test_the_table_says_whether_the_bars_are_reached():
 def test_another_loss_is_refused(monkeypatch):
     losses = iter([7.0, 8.0])
     monkeypatch.setattr(bench, "measure", lambda form, *_: PeakMemory(form.name, 1, 1, 1, next(losses)))
-    with pytest.raises(RuntimeError, match=r"ours computes a loss of 8\.0, but stock computes 7\.0"):
+    with pytest.raises(RuntimeError, match=r"ours computes a loss of 8\.0, but stock computes a loss of 7\.0"):
         memory(only=["ours"])
 
 

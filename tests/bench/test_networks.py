@@ -140,7 +140,7 @@ def test_goes_on_with_the_rows_that_are_missing_or_of_other_code(tmp_path, capsy
     report["rows"] = [{**first, "failed": "the network was down"}]
     out.write_text(json.dumps(report))
     assert "failed" not in run(out, "tiny", batches=(2,))[0]
-    with pytest.raises(ValueError, match="or with other settings: size is 8 instead of 9; choose another --out"):
+    with pytest.raises(ValueError, match=r"other settings \(size is 8 instead of 9\): choose another --out"):
         networks(("test_networks:tiny",), size=9, device="cpu", out=out)
 
 
@@ -287,7 +287,7 @@ def test_rows_that_compile_come_last_and_share_the_stock_network():
         (["--networks", "nosuch:build"], "cannot make a network from nosuch:build: No module named 'nosuch'"),
         (["--networks", "test_networks:raises"], "test_networks:raises raised RuntimeError; nothing was written"),
         (["--networks", "torch.nn:Identity"], "torch.nn:Identity has no batch normalization layers"),
-        (["--modes", "graph"], "mode graph needs a CUDA device"),
+        (["--modes", "graph"], "the mode 'graph' needs a CUDA device"),
         (["--batches", "0"], "batches=0: must be 1 or more"),
         (["--minutes", "0"], "minutes=0.0: must be above 0"),
     ],
@@ -324,7 +324,7 @@ def test_processes_prepare_side_by_side_and_a_death_fails_one_unit_only():
     results = in_turns(jobs, SETTINGS, 2, math.inf)
     found = [(name, row["batch"], row.get("failed")) for name, rows in results for row in rows]
     assert sorted(found, key=str) == [
-        ("test_networks:dies", 2, "its process died with exit status 7"),
+        ("test_networks:dies", 2, "the process died with exit status 7"),
         ("test_networks:tiny", 2, None),
         ("test_networks:tiny", 4, None),
     ]

@@ -234,7 +234,7 @@ def test_memory_keeps_the_first_and_the_last():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"layers": ["sigmoid9"]}, "no layer 'sigmoid9' in the network; it has linear1"),
+        ({"layers": ["sigmoid9"]}, "the network has no layer 'sigmoid9'; its layers are linear1"),
         ({"every": 0}, "every=0: must be 1 or more"),
         ({"percentiles": (85, 15)}, "ascending"),
         ({"points": 1}, "points must be at least 2"),

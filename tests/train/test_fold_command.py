@@ -116,7 +116,7 @@ def test_a_wrong_shape_gets_one_sentence(folder, shape, says, capsys):
         ),
         ({"0.weight": torch.zeros(2)}, "1 entry with a different shape (0.weight)"),
         (torch.zeros(2), "holds a Tensor, not a state dict: save net.state_dict()"),
-        (torch.nn.ReLU(), "w.pt holds more than tensors"),
+        (torch.nn.ReLU(), "w.pt holds objects other than tensors"),
         (b"other bytes", "or was not written by torch.save"),
     ],
 )

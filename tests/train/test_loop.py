@@ -59,9 +59,7 @@ def test_a_finished_run_says_so(data, reference, tmp_path, capsys):
     train_small(data, run)
     said = capsys.readouterr().out
     assert "going on" not in said
-    assert (
-        "this run is finished, so only its final network is evaluated again. To train longer, increase --epochs" in said
-    )
+    assert "this run is finished, so only its final network is computed and scored again. To train longer" in said
     assert_same_outcome(run, reference)
 
 
@@ -178,7 +176,7 @@ def test_a_longer_run_goes_on(data, tmp_path):
 def test_a_run_is_not_made_shorter_than_it_is(data, tmp_path):
     train_small(data, tmp_path, small(epochs=2))
     with pytest.raises(
-        ValueError, match="has already trained for 8 steps, but --epochs 1 gives only 4: increase --epochs"
+        ValueError, match="has already trained for 8 steps, but --epochs 1 gives only 4 steps: increase --epochs"
     ):
         train_small(data, tmp_path, small(epochs=1))
     assert Recipe.read(tmp_path / "recipe.json").epochs == 2
@@ -293,7 +291,7 @@ def test_broken_files_of_a_run_are_named(data, reference, tmp_path):
         open_run(run).load(classes)
     manifest = next((run / "final").glob("*/manifest.json"))
     manifest.write_text('{"format": "batchnorm checkpoint 1"}')
-    with pytest.raises(ValueError, match=r"manifest\.json lacks"):
+    with pytest.raises(ValueError, match=r"manifest\.json has no valid step, or lacks"):
         _ = open_run(run).weights
     shutil.rmtree(run / "final")
     (run / "result.json").write_text("3")

@@ -42,7 +42,7 @@ def test_files_that_cannot_be_read_are_named_at_the_end(finished, tmp_path, file
 
 
 def test_predict_refuses_what_is_no_image(finished, tmp_path, files, refusal):
-    assert f"{finished} has no images (.jpg, " in refusal("predict", finished, finished)
+    assert f"{finished} has no files that end with .jpg, " in refusal("predict", finished, finished)
     assert "no.png does not exist" in refusal("predict", finished, tmp_path / "no.png")
     assert "give at least one image" in refusal("predict", finished)
     assert "top=0: must be 1 or more" in refusal("predict", finished, files[0], "--top", 0)

@@ -129,7 +129,7 @@ def test_a_run_with_frozen_statistics_says_so(source, data, pretrained, tmp_path
     words += ["--size", "32", "--batch-size", "8", "--max-steps", "1", "--device", "cpu", "--workers", "0"]
     assert main([*words, "--normalize", "convert", "--from", str(pretrained), "--freeze-statistics"]) == 0
     printed = capsys.readouterr().out
-    assert "after 1 steps (folded, frozen statistics)\nbest with frozen statistics: " in printed
+    assert "after 1 steps (folded, frozen statistics)\nbest top-1 with frozen statistics: " in printed
 
 
 def test_a_run_that_was_finetuned_records_it(source, data, pretrained, tmp_path):

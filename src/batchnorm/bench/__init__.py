@@ -1,1 +1,1 @@
-"""Benchmarks, one file per question; users can run them on their own machines."""
+"""Benchmarks, which run as ``batchnorm bench NAME``."""

@@ -37,7 +37,7 @@ class Block(nn.Module):
             self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), norm(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return relu(shortcut(x) + the two convolutions of x)."""
+        """Apply both convolutions with their normalizations, add the shortcut, and apply ReLU."""
         y = self.relu1(self.norm1(self.conv1(x)))
         return self.relu2(self.norm2(self.conv2(y)) + self.shortcut(x))  # type: ignore[no-any-return]
 
@@ -59,14 +59,14 @@ def algorithm2(
     device: Literal["cpu", "cuda"] = "cpu",
     out: Path = Path("runs/bench/algorithm2.json"),
 ) -> None:
-    """Time estimate_ against a plain forward pass, and our folded network against torch.fx's, alternately.
+    """Time estimate_ against plain forward passes, and our folded network against torch.fx's.
 
     Args:
         rounds: number of rounds, each of which times every contender once; a reported ratio is the median over rounds.
         batch: examples in a batch.
         size: height and width of the images.
         batches: batches per pass.
-        threads: CPU threads.
+        threads: number of CPU threads.
         device: cpu or cuda.
         out: the result file; published result files are in results/.
     """
@@ -110,7 +110,7 @@ def _fold(net: nn.Module, data: list[Tensor], rounds: int) -> dict[str, float]:
 
 
 def _in_turns(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Return each contender's median seconds, and the median ratios of the last contender's time to the other times."""
+    """Return each contender's median seconds, and the median ratio of the last contender's time to each other time."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(rounds + 1):
         for name, run in contenders.items():
@@ -118,7 +118,7 @@ def _in_turns(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[
             run()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            if turn:  # the first round warms up
+            if turn:  # the first round is only a warm-up
                 seconds[name].append(perf_counter() - start)
     *others, ours = contenders
     over = {f"{ours} / {k}": round(median(map(truediv, seconds[ours], seconds[k])), 4) for k in reversed(others)}

@@ -1,4 +1,4 @@
-"""What limits the fused CUDA kernels? Nsight Compute reads the hardware counters of single launches.
+"""What limits the fused CUDA kernels? Nsight Compute reads the hardware counters of each launch.
 
     batchnorm bench counters --out runs/bench/counters.json
 
@@ -44,30 +44,30 @@ METRICS = {
     "smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio": "stalled_at_barriers",
     "smsp__average_warps_issue_stalled_membar_per_issue_active.ratio": "stalled_on_fences",
 }
-READY = "watched: "  # prefix of the profiled program's lines
+READY = "watched: "  # prefix of the lines that the profiled program prints
 
 
 class CountedPass(NamedTuple):
-    """One pass over one layer, and its number of launches."""
+    """A forward or backward pass over one layer."""
 
     layer: tuple[str, int, int, int]
     layout: str
     op: str
     direction: str
     path: str
-    bytes: int  # size of one tensor
+    bytes: int  # size of the layer's input
 
     @property
     def launches(self) -> int:
-        """The number of launches: two on the streaming path, one on the others."""
+        """The number of kernel launches: two on the streaming path, one on any other path."""
         return 2 if self.path == "stream" else 1
 
 
 def counters(out: Path | None = None, least: float = 5.0) -> None:
-    """Print and write the hardware counters of every pass over the layers in the short list of ``bench kernels``.
+    """Print the hardware counters of forward and backward passes over the layers of ``bench kernels --layers short``.
 
     Args:
-        out: the result file.
+        out: the result file; by default, none is written.
         least: skip layers with inputs smaller than this many megabytes.
     """
     at_least(0, least=least)
@@ -89,7 +89,7 @@ def counters(out: Path | None = None, least: float = 5.0) -> None:
 
 
 def matched(output: str) -> Iterator[dict[str, Any]]:
-    """Match the launches that ncu reports with the passes that the profiled program printed, in order."""
+    """Yield one row per launch in ncu's output, together with the pass that the launch belongs to."""
     lines = output.splitlines()
     told = [text.removeprefix(READY) for text in lines if text.startswith(READY)]
     passes = [CountedPass(**{**json.loads(text), "layer": tuple(json.loads(text)["layer"])}) for text in told]
@@ -115,7 +115,7 @@ def _number(text: str | None) -> float | None:
 
 
 def line(row: dict[str, Any]) -> str:
-    """Return a row as text, with the bytes moved as multiples of one tensor's size."""
+    """Return a row as text, with the bytes read and written as multiples of the input's size."""
     network, batch, channels, size = row["layer"]
     moved = ["?" if row[name] is None else f"{row[name] / row['bytes']:.2f}" for name in ("read", "written")]
     rest = " ".join(f"{name} {row[name]:g}" for name in list(METRICS.values())[3:] if row[name] is not None)

@@ -1,4 +1,4 @@
-"""For which shapes is the CPU path faster than torch's, and by how much? ``batchnorm bench cpu`` measures it."""
+"""For which shapes is our batch normalization on a CPU faster than torch's, and by how much?"""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ CONTIGUOUS, LAST = "contiguous", "channels_last"
 
 Level = Literal["functions", "layers"]
 
-# Upper limits of our time divided by torch's. BN + ReLU must be faster than torch's two calls, in both layouts. On
-# channels_last inputs with few channels, our code must be much faster. BN alone must never be much slower. With one
-# channel, both layouts are the same in memory, so the limit for contiguous images applies.
+# Upper limits of our time divided by torch's. BN + ReLU must be faster than torch's two calls, and BN alone must not be
+# much slower. On channels_last inputs with few channels, our code must be much faster. With one channel, both layouts
+# are the same in memory, so the limit for few channels does not apply.
 BARS = {"relu": 1.0, "none": 1.25, "few channels": 1 / 3}
 FEW = 8
 
@@ -58,7 +58,7 @@ class Case:
         return BARS["few channels"] if few else BARS[activation]
 
     def input(self) -> Tensor:
-        """Draw an input that requires a gradient."""
+        """Return a random input that requires a gradient."""
         x = torch.randn(self.shape).to(getattr(torch, self.dtype))
         if self.layout == LAST:
             x = x.contiguous(memory_format=torch.channels_last if x.dim() == 4 else torch.channels_last_3d)
@@ -67,10 +67,10 @@ class Case:
 
 @dataclass(frozen=True)
 class CpuRow:
-    """The measurements of one case: median milliseconds, and medians over rounds of the ratios within a round.
+    """The measurements of one case; times and ratios are medians over rounds.
 
-    Torch's ReLU is timed out of place and in place. ``ratios`` has our time divided by each of these times. ``ratio``,
-    which must be below ``bar``, is our time divided by that of torch's out-of-place calls.
+    ``ratios`` has our time divided by torch's. With ReLU, it has two entries: for torch's out-of-place ReLU, and for
+    torch's in-place ReLU. ``ratio`` is the first entry, which must be below ``bar``.
     """
 
     level: Level
@@ -124,7 +124,7 @@ def cpu(
         out: the result file; None writes no file. Published result files are in results/.
         threads: number of threads that torch uses.
         rounds: number of rounds, each of which times every contender.
-        seconds: how long each contender runs per round; at least one pass is timed.
+        seconds: about how long each contender runs per round; it runs forward and backward at least once.
         levels: "layers" compares this library's layers with torch.nn's; "functions" compares ops.normalize_batch_ with
             F.batch_norm and F.relu. Unlike F.batch_norm, ops.normalize_batch_ also counts the batches.
     """
@@ -152,10 +152,10 @@ def cpu(
 
 
 def keep_freed_memory() -> bool:
-    """Make glibc keep freed memory; return False if the C library is not glibc.
+    """Make glibc keep freed memory; return False if this fails, for example with another C library.
 
-    By default, glibc returns memory to the system if enough of it is free at the end of the heap, which depends on
-    where small objects happen to be. The next pass then faults in every page again, which takes longer than the
+    By default, glibc returns free memory at the end of the heap to the system. How much is free there depends on where
+    small objects happen to be. The next pass must then fault the pages in again, which can take longer than the
     arithmetic.
     """
     try:

@@ -36,11 +36,11 @@ def crops(
     device: str = "auto",
     out: Path = Path("runs/bench/crops.json"),
 ) -> dict[str, Any]:
-    """Measure crops per second of multi-crop evaluation against the forward pass of the same network.
+    """Compare the crops per second of multi-crop evaluation and of the network's forward pass alone.
 
-    "forward" times the folded appendix network on a batch that is already on the device. "crops" starts from decoded
-    square images in host memory: it also copies, crops, mirrors and normalizes them, and averages the outputs. "files"
-    starts from JPEG files.
+    "forward" times the folded network of the paper's appendix on a batch that is already on the device. "crops" starts
+    from decoded square images in host memory: it also copies, crops, mirrors and normalizes them, and averages the
+    outputs. "files" starts from JPEG files.
 
     Args:
         crops: crops per image.
@@ -73,7 +73,7 @@ def crops(
         for turn in range(rounds + 1):
             for name, contender in contenders.items():
                 rate = _crops_per_second(contender, device)
-                if turn:  # the first round warms up
+                if turn:  # the first round is only a warm-up
                     rates[name].append(rate)
     median = {name: statistics.median(values) for name, values in rates.items()}
     result = {
@@ -90,7 +90,7 @@ def crops(
 
 
 def photographs(folder: Path, count: int) -> Path:
-    """Write JPEG files with the size and detail of photographs to an image folder, and return the folder."""
+    """Fill an image folder with JPEG files about as large and detailed as photographs, and return the folder."""
     image_module, rng = require("PIL.Image", "train"), np.random.default_rng(0)
     (folder / "val" / "all").mkdir(parents=True)
     for k in range(count):

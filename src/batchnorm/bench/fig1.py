@@ -33,8 +33,8 @@ def fig1(
 
     Both train with autograd and ``torch.optim.SGD``. The eager command uses the layer of ``torch.nn``, trains one
     network after the other on torch's default number of threads, evaluates every 1,000 steps and writes no files. The
-    command ``reproduce fig1`` uses this library's layer with one thread per network, evaluates more often, monitors the
-    networks, and writes checkpoints, the figure and the report.
+    command ``reproduce fig1`` uses this library's layer with one thread per network, evaluates more often at first,
+    monitors the networks, and writes checkpoints, the figure and the report.
 
     Args:
         steps: updates per network.
@@ -51,7 +51,7 @@ def fig1(
         "one process": partial(_reproduce, steps, rate, std, 1),
         "make run": partial(_reproduce, steps, rate, std, 2),
     }
-    load = os.getloadavg()[0]  # above 0.5, other work on the machine makes the times unreliable
+    load = os.getloadavg()[0]  # if it is above 0.5, other work on the machine makes the times unreliable
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     accuracies: dict[str, list[list[float]]] = {name: [] for name in contenders}
     for seed in range(rounds):
@@ -86,7 +86,7 @@ def _reproduce(steps: int, rate: float, std: float, processes: int, seed: int) -
         words = ["--steps", steps, "--rate", rate, "--std", std, "--seed", seed]
         _run("batchnorm", "reproduce", "fig1", *words, "--processes", processes, "--out", folder)
         summaries = [json.loads((Path(folder) / n / "summary.json").read_text()) for n in ("without-bn", "with-bn")]
-    # Return the accuracy with running averages, as the eager contender does.
+    # The eager contender evaluates with running averages too.
     return [s["accuracy"]["running"] for s in summaries]
 
 

@@ -1,9 +1,9 @@
-"""Should fine-tuning with small batches freeze the statistics? ``batchnorm bench fine-tuning --data DIR`` tries both.
+"""Should fine-tuning with small batches freeze the statistics of batch normalization?
 
     python -m batchnorm bench fine-tuning --data DIR --out runs/bench/fine-tuning.json
 
 The command trains a small network on half of the classes. It then fine-tunes the network on a few images of each class
-of the other half: once with the statistics of each batch, and once with the frozen statistics of the first training.
+of the other half, both with the statistics of each batch and with the frozen statistics of the first training.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def fine_tuning(
     processes: int | None = None,
     out: Path = Path("runs/bench/fine-tuning.json"),
 ) -> list[dict[str, Any]]:
-    """Fine-tune a network with small batches, using the statistics of each batch or frozen statistics.
+    """Compare fine-tuning with the statistics of each batch and fine-tuning with frozen statistics.
 
     Args:
         data: folder with train/CLASS/*.jpg and val/CLASS/*.jpg.
@@ -64,8 +64,8 @@ def fine_tuning(
         rates: learning rates for fine-tuning; each batch size and kind of statistics is scored at its best rate.
         seeds: number of seeds for each batch size, kind of statistics and rate.
         size: height and width of the images.
-        first_epochs: length of the first training, at batch 64.
-        epochs: length of each fine-tuning.
+        first_epochs: epochs of the first training, at batch size 64.
+        epochs: epochs of each fine-tuning run.
         processes: number of processes; by default one per core.
         out: the result file; the published one is results/fine-tuning.json.
     """
@@ -131,7 +131,7 @@ def _train(job: tuple[Recipe, Options]) -> Result:
 
 
 def _means(results: list[Result]) -> dict[str, Any]:
-    """Return the accuracies with population statistics, their mean and spread, and the mean with running averages."""
+    """Return the final accuracies, their mean and standard deviation, and the mean accuracy with running averages."""
     ends, running = [r.top1 or 0.0 for r in results], [r.running_top1 or 0.0 for r in results]
     return {
         "mean": statistics.fmean(ends),
@@ -142,9 +142,10 @@ def _means(results: list[Result]) -> dict[str, Any]:
 
 
 def _divide(data: Path, classes: int, images: int, folder: Path) -> tuple[Path, Path]:
-    """Create two folders of links to images: all images of the first half of the classes, and images of the other half.
+    """Create and return two folders of links to images, one for each half of the classes.
 
-    The second folder has ``images`` training images per class, and all validation images.
+    The first folder has all images. The second folder has ``images`` training images per class, and all validation
+    images.
     """
     source = open_source(data, "train")
     if not isinstance(source, FolderSource):

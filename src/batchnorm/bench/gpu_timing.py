@@ -28,7 +28,7 @@ class Stopwatch:
         self.load = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
 
     def seconds(self, call: Callable[[int], Any], sets: int) -> float:
-        """Return the time of ``call(i)`` in seconds, averaged over i in ``range(sets)``; all results stay in memory."""
+        """Return the mean seconds of ``call(i)`` for i in ``range(sets)``; all results of the calls stay in memory."""
         graph = torch.cuda.CUDAGraph()
         kept = []
         with torch.cuda.graph(graph, stream=self.stream):

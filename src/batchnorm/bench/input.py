@@ -120,7 +120,7 @@ def input_rate(
 
 
 def _plain(source: ImageSource, reader: BatchReader, request: Request) -> Tensor:
-    """Load a uint8 batch with Pillow, as most training scripts do."""
+    """Load a uint8 batch with Pillow: decode, crop and resize each image."""
     pillow = require("PIL.Image", "train")
     batch = []
     for example, choose in zip(request.examples.tolist(), reader.crop(request), strict=True):

@@ -1,6 +1,7 @@
-"""The rows of ``bench kernels``: the layers of two networks, and rows of earlier sessions that are still valid.
+"""The rows of ``bench kernels``: the layers to measure, and the rows of earlier sessions that are still valid.
 
-An earlier row is stale if the code of the kernels, or the choice of kernels for its layer, has changed.
+A row has the measurements of one layer in one layout, dtype and operation. An earlier row is valid if neither the code
+of the kernels nor the choice of kernels for its layer has changed.
 """
 
 from __future__ import annotations
@@ -52,14 +53,14 @@ _CHANNELS = {  # the numbers of channels of each network's layers, by the height
 
 
 def all_layers() -> list[LayerShape]:
-    """Return the layers of both networks at a small and a large batch size."""
+    """Return the layer shapes of both networks at a small and a large batch size."""
     networks = (("inception", 32), ("inception", 256), ("resnet50", 64), ("resnet50", 256))
     rows = [(name, batch, size, c) for name, batch in networks for size, cs in _CHANNELS[name].items() for c in cs]
     return [LayerShape(name, batch, c, size) for name, batch, size, c in rows]
 
 
 def short_list() -> list[LayerShape]:
-    """Return a few layers of different sizes, for a quick measurement."""
+    """Return a few layer shapes of different sizes, for a quick measurement."""
     wanted = {
         "inception": {32: ((64, 112), (192, 56), (96, 28), (160, 14), (352, 7)), 256: ((64, 28), (128, 14), (320, 7))},
         "resnet50": {64: ((256, 56), (512, 28), (1024, 14), (2048, 7)), 256: ((256, 56), (512, 28), (64, 112))},
@@ -85,7 +86,7 @@ def provenance(commit: str | None) -> dict[str, Any]:
 
 @cache
 def digest(layer: LayerShape, channels_last: bool, dtype: torch.dtype, residual: bool, processors: int) -> str:
-    """Return a digest of what a row measures: the code of the kernels and of their launch, and the chosen kernels."""
+    """Return a digest of the code that launches and runs the kernels, and of the kernels chosen for a row."""
     form = torch.channels_last if channels_last else torch.contiguous_format
     g = geometry_of(torch.empty(layer.shape, device="meta", memory_format=form))
     rules = (resident.choose, schedule.choose)
@@ -98,7 +99,7 @@ def digest(layer: LayerShape, channels_last: bool, dtype: torch.dtype, residual:
 
 
 def code_of(path: Path) -> str:
-    """Return a source file's code without comments, docstrings, imports and formatting."""
+    """Return a source file's code without comments and formatting; in Python, also without docstrings and imports."""
     source = path.read_text()
     if path.suffix != ".py":  # C, C++ or CUDA
         return " ".join(re.sub(r"//[^\n]*|/\*.*?\*/", " ", source, flags=re.DOTALL).split())
@@ -125,7 +126,7 @@ def key_of(layer: LayerShape, channels_last: bool, dtype: torch.dtype, residual:
 
 
 def earlier_rows(path: Path, machine: dict[str, Any], processors: int) -> dict[Key, dict[str, Any]]:
-    """Return the rows of earlier sessions that measured the same kernels."""
+    """Return, by key, the rows of a result file that measured the current kernels."""
     if not path.exists():
         return {}
     report = json.loads(path.read_text())

@@ -4,8 +4,8 @@
 
 The command times each contender's forward and backward pass inside a CUDA graph, with data that is not in the cache:
 for every layer, for BN+ReLU and BN+add+ReLU, and in both layouts. If the results of our kernels are wrong, our kernels
-are not timed. Rows of the result file that measured the same kernels are not measured again, so the work can span
-several sessions. A result file from another machine is refused.
+are not timed. Rows of the result file that measured the current kernels are not measured again, so the work can span
+several sessions. A result file from another GPU model, or from other software versions, is refused.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ class Parameters:
         self.running = ops.Running(mean, var, count, count.clone())
 
     def ours(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """Apply this library's BN, add and ReLU in one call."""
+        """Normalize, add the residual if there is one, and apply ReLU, in one call of this library."""
         layer = self.gamma, self.beta, self.running, 0.1, EPS
         return ops.batch_norm_(x, *layer, activation="relu", residual=residual)[0]
 
     def eager(self, x: Tensor, residual: Tensor | None) -> Tensor:
-        """Apply torch's batch_norm, add and ReLU."""
+        """Normalize, add the residual if there is one, and apply ReLU, in separate calls of torch."""
         y = F.batch_norm(x, self.running.mean, self.running.var, self.gamma, self.beta, True, 0.1, EPS)
         return F.relu(y if residual is None else y + residual)
 
@@ -79,7 +79,7 @@ def contenders(p: Parameters, autotune: bool) -> dict[str, Normalize]:
 
 
 class Sets:
-    """Sets of inputs, residuals and output gradients, enough that each set has left the cache before its next use."""
+    """Sets of inputs, residuals and output gradients; ``n`` is the number of sets, by default from :func:`buffers`."""
 
     def __init__(
         self, layer: LayerShape, channels_last: bool, dtype: torch.dtype, residual: bool, n: int | None = None
@@ -96,7 +96,7 @@ class Sets:
         self.residual = [draw().requires_grad_() if residual else None for _ in range(self.n)]
 
     def limit(self, bandwidth: float) -> tuple[float, float]:
-        """Return the shortest possible times of both passes in seconds, if each moves its inputs and outputs once."""
+        """Return the seconds that a forward and a backward pass need to move each input and output once."""
         extra = self.residual[0] is not None
         return tuple((n + extra) * self.bytes / bandwidth for n in (2, 3))  # type: ignore[return-value]
 
@@ -104,8 +104,9 @@ class Sets:
 def check(sets: Sets, p: Parameters, call: Normalize) -> dict[str, float]:
     """Return the relative errors of y and every gradient on the first set.
 
-    The expected gradients take ReLU's mask from our output. Rounding decides the sign of values very near 0, and one
-    different sign outweighs all other errors of a float32 gradient. A sign that is really wrong shows as an error of y.
+    The expected gradients use the ReLU mask of our output, because rounding decides the sign of values very near 0.
+    One different sign would outweigh all other errors of a float32 gradient. A truly wrong sign still shows as an error
+    of y.
     """
     x, r, dy = sets.x[0], sets.residual[0], sets.dy[0]
     wide = torch.float64 if x.numel() < 2**25 or x.dtype == torch.float32 else torch.float32
@@ -148,7 +149,7 @@ def time_passes(watch: Stopwatch, sets: Sets, p: Parameters, call: Normalize) ->
 def measure(
     bandwidth: float, layer: LayerShape, channels_last: bool, dtype: torch.dtype, residual: bool, autotune: bool
 ) -> dict[str, Any]:
-    """Check and time every contender on one layer."""
+    """Check our kernels on one layer, and time every contender."""
     torch._dynamo.reset()
     p = Parameters(layer.channels)
     calls = contenders(p, autotune)
@@ -173,7 +174,7 @@ def measure(
 
 
 def time_all(bandwidth: float, sets: Sets, p: Parameters, calls: dict[str, Normalize]) -> dict[str, Any]:
-    """Return the measured part of a row."""
+    """Check our kernels and time every contender; return the results, which are a part of the row."""
     x = sets.x[0]
     choice = ops.explain(x, p.gamma, p.beta, activation="relu", residual=sets.residual[0])
     row: dict[str, Any] = {
@@ -212,8 +213,8 @@ def kernels(
         out: the result file; a picture is written next to it. Published result files are in results/.
         layers: "short" for a few layers of different sizes, "all" for every layer of both networks.
         dtypes: dtypes of the activations.
-        autotune: also time torch.compile's max-autotune mode, and cuDNN in fp16.
-        seconds: start no further layer after this many seconds.
+        autotune: also time torch.compile's max-autotune mode and, if bfloat16 is in --dtypes, cuDNN in fp16 and NHWC.
+        seconds: start no further row after this many seconds.
         jobs: number of processes, which compile in parallel and measure one at a time; 0 uses only this process.
         commit: the commit that is measured, if the code is not a git checkout.
     """
@@ -239,7 +240,7 @@ def kernels(
         return [g for g in given if not {wanted, "batchnorm"} <= rows.get(key_of(*g), {"us": {}})["us"].keys()]
 
     waiting = not_measured()
-    print(f"{len(given) - len(waiting)} layers are already measured, {len(waiting)} are not", flush=True)
+    print(f"{len(given) - len(waiting)} rows are already measured, {len(waiting)} are not", flush=True)
     report: dict[str, Any] = {"hardware": machine, "bandwidth": copy_bandwidth(stopwatch()), "rows": rows}
     todo = [(report["bandwidth"], *g, autotune) for g in waiting]
     with workers(jobs, device_turns=True) as run:
@@ -256,4 +257,4 @@ def kernels(
     if rows:
         picture_beside(out, draw)
     if left := len(not_measured()):
-        print(f"{left} layers are not measured yet: run the same command again")
+        print(f"{left} rows are not measured yet: run the same command again")

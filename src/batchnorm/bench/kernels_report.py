@@ -18,7 +18,7 @@ from .bars import Bar, geometric_mean
 
 CHIP = 26.4e6  # bytes that fit into the shared memory of 132 multiprocessors, 200 KB each
 MOVED = 20e6  # bytes; if a pass moves fewer, launch overhead dominates
-# How many tensors the (forward, backward) pass moves without a residual, if it reads each input once or twice.
+# How many tensors a (forward, backward) pass without a residual moves. ONCE: it reads each input once; TWICE: twice.
 ONCE, TWICE = (2, 3), (3, 5)
 
 STYLES = {
@@ -86,9 +86,9 @@ def _judged(layout: str, op: str, rows: Sequence[dict[str, Any]]) -> list[Kernel
     def bar(what: str, wanted: float, values: Sequence[float], measured: float | None, at_least: bool) -> KernelBar:
         return KernelBar(layout, op, what, wanted, measured if values else None, at_least, len(values))
 
-    # Memory bandwidth rules out each of these two goals in some cases; docs/kernels.md has the numbers. The first goal
-    # does not apply with a residual, because both contenders then move one more tensor per pass. The second goal
-    # does not apply in NHWC, because eager's NHWC kernels move so few bytes that ours cannot move four times fewer.
+    # Memory bandwidth rules out each of these two goals in some cases; docs/kernels.md has the numbers. With a
+    # residual, torch.compile's kernels and ours both move one more tensor per pass, so ours cannot be 1.5 times as
+    # fast. In NHWC, eager's kernels move so few bytes that ours cannot be 4 times as fast.
     means = [
         bar("geometric mean of torch.compile over ours", 1.5, compiled, geometric_mean(compiled), True),
         bar("geometric mean of eager over ours", 4.0, eager, geometric_mean(eager), True),
@@ -103,12 +103,12 @@ def _judged(layout: str, op: str, rows: Sequence[dict[str, Any]]) -> list[Kernel
 
 
 def ratio(row: dict[str, Any], other: str) -> float:
-    """Return how many times as long ``other`` takes as our kernels, forward plus backward."""
+    """Return ``other``'s time divided by our kernels' time, forward plus backward."""
     return float(sum(row["us"][other]) / sum(row["us"]["batchnorm"]))
 
 
 def summary(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return, by layout, dtype and operation, the geometric mean and the minimum of `ratio` for each contender."""
+    """Return the geometric mean and the minimum of `ratio` for each layout, dtype, operation and other contender."""
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for row in rows:
         if "batchnorm" in row["us"]:
@@ -129,7 +129,7 @@ def summary(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def line(row: dict[str, Any]) -> str:
-    """Return one row of the printed table: microseconds forward/backward, and multiples of the limit."""
+    """Return a row as one line of text: microseconds forward/backward, then multiples of the bandwidth limit."""
     shape = f"{row['batch']}x{row['channels']}x{row['size']}x{row['size']}"
     text = f"{shape:>16} {row['layout']} {row['dtype']:>8} {row['op']:>11} {row['megabytes']:7.1f} MB"
     for name, us in row["us"].items():

@@ -6,7 +6,8 @@ For each seed, the stock and the converted network start from the same weights a
 They train with SGD, Nesterov momentum and a one-cycle learning rate. On a GPU, they use bf16 autocast and
 channels_last.
 
-The result is "the same" if their mean accuracies differ by no more than the wider of their ranges over seeds.
+The two networks count as the same if their mean accuracies differ by no more than the wider of the two ranges over
+seeds.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ CROP_AREA = (0.25, 1.0)  # range of a crop's share of the image's area; smaller 
 
 @dataclass(frozen=True)
 class LearningRecipe:
-    """The training settings of each run."""
+    """The training settings, which all runs share."""
 
     data: Path
     network: str
@@ -117,7 +118,7 @@ def _open(recipe: LearningRecipe, split: Literal["train", "val"], seed: int) -> 
 
 
 def compare(runs: Iterable[LearningRun]) -> dict[str, Any]:
-    """Return both networks' mean and range over seeds, and whether the means differ by no more than the wider range.
+    """Return both networks' mean accuracies and ranges over seeds, and whether the means count as the same.
 
     >>> def run(form, accuracy):
     ...     return LearningRun(form, 0, accuracy, [], [], 0.0)
@@ -150,7 +151,7 @@ def learning(
     jobs: int = 6,
     out: Path = Path("runs/bench/learning.json"),
 ) -> list[LearningRun]:
-    """Train a network, stock and converted, with the same recipe and compare the validation accuracies.
+    """Train a stock network and its converted copy with the same recipe, and compare their validation accuracies.
 
     Args:
         data: an image folder or tar shards, with the splits train and val.
@@ -159,7 +160,7 @@ def learning(
             cannot show a spread.
         size: height and width of the crops.
         batch: images per step.
-        epochs: length of a run.
+        epochs: number of epochs of each run.
         rate: the highest learning rate of the cycle.
         device: cpu, cuda, or auto.
         workers: processes per run that decode the images, once at the start.

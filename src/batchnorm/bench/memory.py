@@ -1,14 +1,13 @@
-"""How much memory does a training step of the appendix network take, compared with the same network from torch.nn?
+"""How much memory does a training step take with this library's layers, compared with torch.nn's layers?
 
 ``batchnorm bench memory`` measures whole eager steps (forward, loss, backward, SGD with momentum; bf16 autocast,
 channels_last) of
 
-- stock: the appendix network from ``torch.nn``'s layers, with and without normalization;
+- stock: the network of the paper's appendix, built from ``torch.nn``'s layers, with and without normalization;
 - ours: this library's network, without and with ``recompute()``.
 
 On a GPU, the peak counts all memory that torch has allocated, including parameters and images. The peak of the tensors
-alone leaves out workspaces, such as cuDNN's. On a CPU, which is only for trying small sizes, the peak counts only the
-memory that the step itself allocates.
+alone leaves out workspaces, such as cuDNN's. On a CPU, the peak counts only the memory that the step itself allocates.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ FORMS = (
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """Memory of one variant's training step, in bytes: peak, peak without workspaces, in use after the forward pass."""
+    """The memory of one variant's training step, in bytes; ``tensors`` is the peak without workspaces."""
 
     name: str
     peak: int
@@ -81,7 +80,7 @@ class PeakMemory:
 
 
 class EagerStep:
-    """A variant of the network that is ready to take steps on one batch of noise."""
+    """A variant of the network that is ready to take training steps on one batch of noise."""
 
     def __init__(self, form: StepForm, batch: int, size: int, device: torch.device) -> None:
         self.form, self.device = form, device
@@ -90,7 +89,7 @@ class EagerStep:
         self.images, self.labels = noise(batch, size, device)
 
     def forward(self) -> Tensor:
-        """Return the loss."""
+        """Run the forward pass and return the loss."""
         self.optimizer.zero_grad(set_to_none=True)
         less = recompute() if self.form.recompute else nullcontext()
         with less, torch.autocast(self.device.type, torch.bfloat16):
@@ -107,7 +106,7 @@ class EagerStep:
 def peak(call: Callable[[], Any], device: torch.device) -> tuple[int, int]:
     """Return the bytes allocated at the peak of a call, and after the call while its result is still in memory.
 
-    On a GPU, both numbers count everything that torch has allocated; on a CPU, only what the call allocates.
+    On a GPU, both numbers include what torch had allocated before the call; on a CPU, they do not.
 
     >>> peak(lambda: torch.ones(1000).neg().neg(), torch.device("cpu"))  # three vectors, never more than two at once
     (8000, 4000)
@@ -146,8 +145,8 @@ def measure(form: StepForm, batch: int, size: int, device: torch.device) -> Peak
 def peak_of_tensors(call: Callable[[], Any], device: torch.device) -> int | None:
     """Return the bytes allocated at the peak of a call, not counting workspaces; None on a CPU.
 
-    A block counts as a workspace if it is freed before any other block is allocated: an operation allocated it for its
-    own use.
+    A block counts as a workspace if it is freed directly after it is allocated, because then an operation allocated it
+    for its own use.
     """
     if device.type != "cuda":
         return None
@@ -179,13 +178,13 @@ def peak_of_tensors(call: Callable[[], Any], device: torch.device) -> int | None
 def memory(
     batch: int | None = None, size: int = 224, out: Path | None = None, only: Sequence[str] = ()
 ) -> list[PeakMemory]:
-    """Measure the peak memory of the appendix network's training step, compared with the network from torch.nn.
+    """Compare the peak memory of a training step with this library's layers and with torch.nn's layers.
 
     Args:
         batch: number of images; by default 256 on a GPU and 8 on a CPU.
         size: height and width of the images.
-        out: the result file.
-        only: names of the variants to measure in addition to stock; the error for an unknown name lists all names.
+        out: the result file; by default, none is written.
+        only: names of the variants to measure in addition to stock, such as "ours"; by default, all variants.
     """
     at_least(1, batch=batch)
     at_least(32, size=size)
@@ -202,7 +201,7 @@ def memory(
         over, tensors_over = row.peak / stock.peak, row.tensors / stock.tensors
         rows.append(replace(row, over_stock=over, tensors_over_stock=tensors_over))
         if form.norm and not abs(row.loss - rows[0].loss) <= LOSS_TOLERANCE * abs(rows[0].loss):
-            raise RuntimeError(f"{row.name} computes a loss of {row.loss}, but stock computes {rows[0].loss}")
+            raise RuntimeError(f"{row.name} computes a loss of {row.loss}, but stock computes a loss of {rows[0].loss}")
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -215,7 +214,7 @@ def memory(
 
 
 def report(rows: Sequence[PeakMemory], judged: Sequence[PeakMemory] = ()) -> str:
-    """Return the table, and whether the judged rows stay within their limits."""
+    """Return the table as text, and say of each row in ``judged`` whether it stays within its limit."""
     width = max(len(row.name) for row in rows)
     lines = [f"{'':<{width}} {'peak MB':>9} {'x stock':>8} {'tensors':>9} {'x stock':>8} {'after forward':>14}"]
     for row in rows:

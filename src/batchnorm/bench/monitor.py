@@ -1,4 +1,4 @@
-"""How much does :class:`batchnorm.Monitor` slow down a training loop, at its default settings?"""
+"""How much does :class:`batchnorm.Monitor` slow down a training loop?"""
 
 from __future__ import annotations
 

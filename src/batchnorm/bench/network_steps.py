@@ -31,7 +31,7 @@ Mode = Literal[
     "evaluation", "nchw", "float32", "fp16", "bf16-weights", "checkpoint", "accumulate", "ddp", "fsdp2",
 ]  # fmt: skip
 Row = dict[str, Any]
-TURN = "turn"  # yielded to ask for exclusive use of the machine while timing
+TURN = "turn"  # generators yield it before timing, to ask for exclusive use of the machine
 COMPILED_TOGETHER: tuple[Mode, ...] = ("compiled", "backend")  # timed against the same compiled stock network
 REPLAYING: tuple[Mode, ...] = ("reduce-overhead", "max-autotune")  # Inductor captures CUDA graphs and replays them
 COMPILING: tuple[Mode, ...] = (*COMPILED_TOGETHER, "dynamic", *REPLAYING)
@@ -43,13 +43,13 @@ CHECKED_STEPS = 3
 AUXILIARY = 0.3  # the weight of GoogLeNet's and Inception's auxiliary classifiers
 RATE = 1e-3  # learning rate; at 0.01, changing GoogLeNet's weights by 1e-6 changes the loss by 1% after one step
 GROUP_SECONDS = 0.1  # short steps are timed in groups that last about this long, between two synchronizations
-MIN_PAIRS = 6  # with fewer pairs, order statistics give no 95% interval
-NARROW = 0.01  # stop once the 95% interval is within 1% of the median
+MIN_PAIRS = 6  # with fewer rounds, order statistics give no 95% interval
+NARROW = 0.01  # stop once half the width of the 95% interval is at most 1% of the median
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings common to all rows."""
+    """Settings that all rows of a result file share."""
 
     device: str
     size: int
@@ -59,7 +59,7 @@ class Settings:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether steps run on a GPU, in bf16 autocast and channels_last; on a CPU they run in float32."""
+        """Whether steps run on a GPU."""
         return self.device == "cuda"
 
 
@@ -71,7 +71,7 @@ class Measurement(NamedTuple):
 
 
 class NetworkJob(NamedTuple):
-    """The measurements of one network, made in one process."""
+    """The measurements of one network that one process makes."""
 
     network: str
     units: tuple[Measurement, ...]
@@ -124,7 +124,7 @@ def convert_pair(name: str, settings: Settings) -> Pair:
 
 
 def without_norms(net: nn.Module) -> nn.Module:
-    """Return a copy without batch normalization layers; with any batch normalization, a step takes at least as long.
+    """Return a copy without batch normalization layers; the time of its step is a lower limit for any implementation.
 
     >>> without_norms(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))[1]
     Identity()
@@ -188,7 +188,7 @@ def _as_used(net: nn.Module, mode: Mode, images: Tensor) -> tuple[Any, Tensor]:
         case "reduce-overhead" | "max-autotune":
             return torch.compile(net, mode=mode), images
         case "evaluation":
-            estimate_(net, [images])  # with the initial running statistics, activations would overflow
+            estimate_(net, [images])  # with the initial running statistics, activations could overflow
             return net.eval(), images
         case "nchw":
             return net.to(memory_format=torch.contiguous_format), images.contiguous()  # type: ignore[call-overload]
@@ -229,7 +229,7 @@ class GraphedStep:
 
 
 class Prepared(NamedTuple):
-    """A network in one mode, stock or converted, ready to be timed."""
+    """A stock or converted network in one mode, ready to be timed."""
 
     step: Callable[[], Tensor]
     losses: list[float]
@@ -240,8 +240,8 @@ class Prepared(NamedTuple):
 def prepare(net: nn.Module, mode: Mode, images: Tensor, labels: Tensor) -> Prepared:
     """Take the first steps of a copy of a network, and measure their time and memory.
 
-    The first step of a compiled network compiles with empty caches. It is measured in CPU time, because other processes
-    may compile at the same time.
+    The first step of a compiled network compiles with empty caches. This step is measured in CPU time, because other
+    processes may compile at the same time.
     """
     gc.collect()  # garbage that is freed after the line below would make the peak too low
     before = torch.cuda.memory_allocated() - images.nbytes - labels.nbytes if images.is_cuda else 0
@@ -297,7 +297,7 @@ def _compiling() -> AbstractContextManager[Any]:
 
 
 def loss_problem(stock: Sequence[float], ours: Sequence[float], compiled: bool = False) -> str | None:
-    """Return a message if the losses of a step differ by more than the tolerance, or None.
+    """Return a message about the first step whose losses differ by more than the tolerance, or None.
 
     >>> loss_problem([6.9, 6.8], [6.91, 6.75]), loss_problem([6.9, 6.8], [6.9, math.nan])
     (None, "the loss of step 2 is nan, but the stock network's is 6.8: not timed")
@@ -312,7 +312,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
     """Return the median and its 95% interval, which comes from order statistics and is valid for any distribution.
 
     The k-th smallest and k-th largest of n values bound the median with probability 1 - 2 P(Binomial(n, 1/2) < k).
-    For fewer than six values the interval is the whole range, which covers less than 95%.
+    For fewer than six values, the interval is the whole range, which contains the median with a probability below 95%.
 
     >>> median_interval([5, 1, 2, 4, 3, 6])
     (3.5, 1, 6)
@@ -328,8 +328,8 @@ def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
 def time_rounds(steps: Sequence[Callable[[], Tensor]], device: str, seconds: float) -> list[list[float]]:
     """Time the given kinds of steps alternately; return the seconds per step of each kind, round by round.
 
-    Timing stops as soon as the 95% intervals of all speedups over the first kind are narrow, or when ``seconds`` have
-    passed.
+    After at least ``MIN_PAIRS`` rounds, timing stops as soon as the 95% intervals of all speedups over the first kind
+    are narrow, or when ``seconds`` have passed.
     """
 
     def synchronize() -> None:
@@ -363,7 +363,10 @@ def time_rounds(steps: Sequence[Callable[[], Tensor]], device: str, seconds: flo
 
 
 def measure(pair: Pair, unit: Measurement, settings: Settings) -> Generator[str, None, list[Row]]:
-    """Make a measurement, halving the batch size each time memory runs out; yield ``TURN`` before timing."""
+    """Make a measurement and return its rows; yield ``TURN`` before timing.
+
+    Each time memory runs out, the batch size is halved.
+    """
     examples = unit.batch
     while True:
         try:
@@ -392,7 +395,7 @@ def _measure(pair: Pair, modes: tuple[Mode, ...], examples: int, settings: Setti
     if settings.on_gpu and images.dim() == 4:
         images = images.contiguous(memory_format=torch.channels_last)
     labels = torch.randint(pair.classes, (examples,), generator=generator).to(images.device)
-    # Libraries load code and allocate workspaces on first use; do that before either network is measured.
+    # Libraries load code and allocate workspaces on first use, so use them before either network is measured.
     Step(copy.deepcopy(pair.stock), "eager", images[:8], labels[:8])()
     if modes[0] in COMPILING:
         torch.compile(nn.Linear(8, 8, device=images.device))(torch.zeros(8, 8, device=images.device)).sum().backward()
@@ -460,8 +463,8 @@ def results_of(job: NetworkJob, settings: Settings) -> Iterator[tuple[Measuremen
     if settings.cudnn_benchmark:
         torch.backends.cudnn.benchmark = True
     if not settings.on_gpu:
-        # Two networks that take turns in one process fragment its heap. Then glibc would return memory in every step,
-        # and the page faults that follow would take up to a tenth of the time.
+        # Two networks that take turns in one process fragment its heap. By default, glibc would then return memory to
+        # the system in every step, and the next step would spend time on page faults.
         keep_freed_memory()
     try:
         pair = convert_pair(job.network, settings)

@@ -1,13 +1,14 @@
-"""How much faster do real networks train once converted? ``batchnorm bench networks`` measures it.
+"""How much faster do torchvision's and timm's networks train once they are converted?
 
     python -m batchnorm bench networks --out runs/bench/networks.json
 
 The command times whole training steps of a stock network against ``bn.convert(net, example)``: eager, as one CUDA graph
 and under ``torch.compile``. It also times the stock network under ``torch.compile(backend="batchnorm")``. Steps run in
 bf16 autocast and channels_last on a GPU, and in float32 on a CPU. Both networks start from the same weights and are
-timed alternately in one process. If their losses differ, they are not timed. On a CPU, the stock network without its
-batch normalization layers is timed too: with any batch normalization, a step takes at least as long. Rows of the result
-file that were measured with the same code are kept. A result file from another machine is refused.
+timed alternately in one process. If their losses differ by more than a tolerance, they are not timed. On a CPU, the
+stock network without its batch normalization layers is timed too, as a lower limit of the step time. Rows of the result
+file that were measured with the current code are not measured again. A result file from another machine, or from other
+versions or settings, is refused.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ NETWORKS = (
     "torchvision/densenet121",
 )
 SOURCE = Path(__file__).parents[1]
-MEASURED = ("ops", "layers", "graph", "surgery", "network_call.py", "network_copy.py")  # code that affects rows
+MEASURED = ("ops", "layers", "graph", "surgery", "network_call.py", "network_copy.py")  # code that rows depend on
 Key = tuple[str, Mode, int]
 Report = dict[Key, Row]
 Layout = tuple[Sequence[int], Sequence[tuple[Mode, ...]]]  # batch sizes, and groups of modes to measure together
@@ -160,7 +161,8 @@ def earlier_rows(path: Path, here: dict[str, Any], keep: bool = False) -> Report
     report = read_json(path)
     if other := differences(report["machine"], {**dict.fromkeys(report["machine"]), **here}):
         raise ValueError(
-            f"{path} was measured on another machine or with other settings: {'; '.join(other)}; choose another --out"
+            f"the results in {path} are from another machine or other settings ({'; '.join(other)}): "
+            "choose another --out"
         )
     good = (row for row in report["rows"] if "failed" not in row)
     return {_key(row): row for row in good if keep or row["code"] == digest(row["mode"])}
@@ -194,7 +196,9 @@ def plan(networks: Sequence[str], modes: Sequence[Mode], batches: Sequence[int],
 
 
 def one_per_mode(job: NetworkJob) -> list[NetworkJob]:
-    """Split a job into one job per mode. The parts compile in parallel, but each compiles the stock network as well.
+    """Split a job that compiles into one job per batch size and mode; return any other job unchanged.
+
+    The parts can compile in parallel, but each compiles the stock network as well.
 
     >>> one_per_mode(NetworkJob("timm/resnet50", (Measurement(32, ("compiled", "backend")),)))[1]
     NetworkJob(network='timm/resnet50', units=(Measurement(batch=32, modes=('backend',)),))
@@ -205,7 +209,7 @@ def one_per_mode(job: NetworkJob) -> list[NetworkJob]:
 
 
 class _Measuring:
-    """Runs in a worker process and returns the results of one job one by one."""
+    """Return the results of one job, one at a time, in a worker process."""
 
     def __init__(self, job: NetworkJob, settings: Settings) -> None:
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # other processes compile at the same time
@@ -249,9 +253,10 @@ class _Worker:
 def in_turns(
     jobs: Sequence[NetworkJob], settings: Settings, processes: int, end: float
 ) -> Iterator[tuple[str, list[Row]]]:
-    """Run each job in its own process and yield its rows; while one process is timed, the others are paused.
+    """Run each job in its own process, and yield its network and rows.
 
-    If a job's process dies, a new process continues with the measurement after the failed one.
+    While one process is timed, the other processes are paused. If a job's process dies, a new process continues with
+    the measurement after the failed one.
     """
     waiting, workers = list(jobs), list[_Worker]()
     timing: _Worker | None = None
@@ -272,7 +277,7 @@ def in_turns(
             for worker in [worker for worker in workers if worker.remote.pipe in found]:
                 result: Any = ""
                 try:
-                    result = worker.remote.result()  # None once the worker's _Measuring is built
+                    result = worker.remote.result()  # the first result is None: the worker has built its _Measuring
                 except BrokenDeviceError:
                     pass
                 except Exception as error:
@@ -300,7 +305,7 @@ def in_turns(
 
 
 def here(jobs: Sequence[NetworkJob], settings: Settings, end: float) -> Iterator[tuple[str, list[Row]]]:
-    """Measure the jobs in this process, one after the other, and yield their rows."""
+    """Measure the jobs in this process, one after the other, and yield their networks and rows."""
     for job in jobs:
         for found in results_of(job, settings):
             if isinstance(found, tuple):
@@ -336,8 +341,8 @@ def networks(
         batches: batch sizes, by default 256 and 32 on a GPU and 8 on a CPU; halved if memory runs out.
         size: height and width of the images; not used if the function returns an example batch.
         device: cpu, cuda, or auto.
-        seconds_per_row: maximum number of seconds to time a row; timing ends sooner once the speedup is known to
-            within 1%.
+        seconds_per_row: how long to time a row, in seconds; timing ends sooner once the speedup is known to within 1%,
+            and takes at least six rounds.
         minutes: stop after this many minutes and keep the rows measured so far; run the same command again to continue.
         jobs: on a GPU, number of processes; they build and compile networks in parallel, and are timed one at a time.
         cudnn_benchmark: let cuDNN try its algorithms and choose the fastest, which takes a long time.
@@ -346,7 +351,8 @@ def networks(
         out: the result file; a picture is written next to it. Published result files are in results/.
 
     Raises:
-        ValueError: if an option is wrong, or if a network cannot be built or has no batch normalization.
+        ValueError: if an option is wrong, if a network cannot be built or has no batch normalization, or if the result
+            file is from another machine or from other versions or settings.
         JobsFailedError: if a row failed; the other rows are written.
     """
     end = time.monotonic() + 60 * minutes
@@ -389,9 +395,9 @@ def networks(
 
 def _check(networks: Sequence[str], modes: Sequence[Mode], device: str, **numbers: Any) -> None:
     if device == "cpu" and "graph" in modes:
-        raise ValueError("mode graph needs a CUDA device")
+        raise ValueError("the mode 'graph' needs a CUDA device")
     if not networks:
-        raise ValueError("networks is empty: give at least one")
+        raise ValueError("networks is empty: give at least one network")
     for name in networks:
         if not name.startswith(("torchvision/", "timm/")) and not name.partition(":")[2]:
             raise ValueError(f"'{name}' is not a network: give torchvision/NAME, timm/NAME or MODULE:FUNCTION")
@@ -423,7 +429,7 @@ def line(row: Row) -> str:
 
 
 def draw(report: dict[str, Any], plt: Any) -> Any:
-    """Draw one panel per main mode: a bar and its 95% interval per network and batch size, fastest network first."""
+    """Draw one panel per mode in ``MODE_NAMES``, with one bar per network and batch size, fastest network first."""
     rows = [row for row in report["rows"] if "failed" not in row and row["mode"] in MODE_NAMES]
     modes, names, batches = (list(dict.fromkeys(row[key] for row in rows)) for key in ("mode", "network", "batch"))
     batches.sort(reverse=True)

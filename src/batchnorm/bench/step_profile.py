@@ -1,4 +1,4 @@
-"""Where the time of a training step goes on a GPU: its kernels, by kind."""
+"""Measure how the GPU time of a training step divides among kinds of kernels."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 
 # The first pattern that occurs in a kernel's name decides its kind.
 KINDS = (
-    ("convolutions, forward", r"fprop|^convolve\b"),
-    ("convolutions, gradients of inputs", r"dgrad"),
-    ("convolutions, gradients of kernels", r"wgrad|^kernel_gradient\b"),
-    ("pooling", r"pool|^max_|^average\b"),
+    ("convolutions, forward", r"(?i:fprop)|^convolve\b"),
+    ("convolutions, gradients of inputs", r"dgrad|convBwdData"),
+    ("convolutions, gradients of kernels", r"wgrad|convBwdFilter|^(kernel_gradient|add_parts)\b"),
+    ("pooling", r"pool|^max_|^(average|spread)\b"),
     ("BN, forward", r"^(forward|forward_layers)\b"),
     ("BN, backward", r"^(backward|backward_layers)\b"),
     ("update of the weights", r"^update\b"),
     (
         "1x1 convolutions as matrix products, split sums, memsets",
-        r"gemm|nvjet|splitk|cutlass|cublas|(?i:memset)|^fill\b",
+        r"gemm|matMul|nvjet|splitk|cutlass|cublas|(?i:memset)|^fill\b",
     ),
 )
 REST = "rest"
@@ -35,7 +35,7 @@ class Launch(NamedTuple):
 
 
 def profile(step: Callable[[], Any], steps: int = 5) -> dict[str, Any]:
-    """Run a step several times on a GPU and return :func:`summary` of what ran."""
+    """Run a step several times on a GPU and return the :func:`summary` of everything that ran there."""
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as recorded:
         for _ in range(steps):
@@ -47,10 +47,10 @@ def profile(step: Callable[[], Any], steps: int = 5) -> dict[str, Any]:
 
 
 def summary(launches: Sequence[Launch], steps: int) -> dict[str, Any]:
-    """Return, per step: milliseconds of each kind, summed over streams, and the number of launches.
+    """Return the milliseconds of each kind of kernel, summed over streams, and the number of launches; both per step.
 
     ``busy`` is the share of the time in which at least one kernel runs. ``longest_rest`` lists the five longest
-    kernels that belong to no kind, with their milliseconds.
+    kernels that match no pattern in ``KINDS``, with their milliseconds per step.
 
     >>> found = summary([Launch("sm90_fprop", 0, 400), Launch("forward_layers", 300, 500), Launch("add", 700, 800)], 1)
     >>> found["milliseconds"], found["launches"], found["busy"]

@@ -1,15 +1,15 @@
-"""How many images per second does the appendix network train on a GPU, compared with the same network from torch.nn?
+"""How many images per second does training process with this library's layers, compared with torch.nn's layers?
 
 ``batchnorm bench train`` times whole steps (forward, loss, backward, SGD with momentum; bf16 autocast, channels_last,
 replayed as one CUDA graph) of
 
-- stock: the appendix network from ``torch.nn``'s layers, with torch.compile and fused SGD;
+- stock: the network of the paper's appendix, built from ``torch.nn``'s layers, with torch.compile and fused SGD;
 - stock, composed stem: the same, with the stem's two convolutions composed into one;
 - ours: this library's network as ``batchnorm train`` runs it.
 
 Each contender has its own process, so that all contenders compile in parallel; then they are timed alternately. Their
 losses on the same weights and images must agree. Each round gives a ratio of two contenders' times; the reported ratio
-is the median over the rounds. Last, a profile of ours shows where the time of a step goes.
+is the median over the rounds. Finally, a profile of "ours" shows where the time of a step goes.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from .contenders import OURS, STOCK, STOCK_COMPOSED, warmed_up
 from .gpu_timing import require_gpu
 
 QUESTION = "images per second of the appendix network's training step, and speedup over stock parts"
-IMAGES = {32: 10_500, 256: 18_500}  # the images per second that ours must reach on an H200 at 224 px, by batch size
-OVER_COMPOSED = 2.0  # speedup that ours must reach over "stock, composed stem"
-LOSS_TOLERANCE = 0.02  # relative, in bfloat16
+IMAGES = {32: 10_500, 256: 18_500}  # images per second that "ours" must reach on an H200 at 224 px, by batch size
+OVER_COMPOSED = 2.0  # speedup that "ours" must reach over "stock, composed stem"
+LOSS_TOLERANCE = 0.02  # the largest relative difference between losses in bfloat16
 
 
 @dataclass(frozen=True)
@@ -59,10 +59,10 @@ def measure(ready: Mapping[str, Remote], batch: int, rounds: int) -> list[StepTi
 
 
 def check_same_function(losses: dict[str, float]) -> None:
-    """Raise RuntimeError if a contender's loss differs from the first one's."""
+    """Raise RuntimeError if a contender's loss differs too much from the first contender's loss."""
     expected = next(iter(losses.values()))
     if any(not abs(loss - expected) <= LOSS_TOLERANCE * abs(expected) for loss in losses.values()):
-        raise RuntimeError(f"the contenders do not compute the same loss, so nothing is timed: {losses}")
+        raise RuntimeError(f"the contenders do not compute the same loss ({losses}), so nothing is timed")
 
 
 def train(
@@ -71,13 +71,13 @@ def train(
     rounds: int = 15,
     out: Path | None = None,
 ) -> None:
-    """Time the appendix network's training step on this GPU, against the same network from torch.nn.
+    """Time a training step with this library's layers against one with torch.nn's layers, on this GPU.
 
     Args:
         batches: batch sizes.
         size: height and width of the images.
         rounds: number of rounds, each of which times every contender.
-        out: the result file.
+        out: the result file; by default, none is written.
     """
     at_least(1, batches=tuple(batches), rounds=rounds)
     at_least(32, size=size)
@@ -113,7 +113,7 @@ def _first_loss(name: str, batch: int, contender: Remote) -> float:
         contender.result()
         return float(contender.call("first_loss"))
     except Exception as error:
-        raise RuntimeError(f"{name}, batch {batch}: {error!r}") from error
+        raise RuntimeError(f"{name} failed at batch size {batch}: {error!r}") from error
 
 
 def profile_report(profile: Mapping[str, Any]) -> str:
@@ -124,7 +124,7 @@ def profile_report(profile: Mapping[str, Any]) -> str:
 
 
 def report(rows: Sequence[StepTime], batch: int) -> str:
-    """Return the table of one batch size, and whether ours reaches its goals."""
+    """Return the table of one batch size, and whether "ours" reaches its goals."""
     here = [row for row in rows if row.batch == batch]
     width = max(len(row.name) for row in here)
     lines = [f"batch {batch:<{width - 6}} {'ms/step':>9} {'images/s':>9} {'x stock':>8} {'x composed':>10}"]

@@ -25,7 +25,7 @@ COLOUR_COMPONENTS = (
 
 
 class Strength(NamedTuple):
-    """The strength of distortions: random factors lie in [1 - factor, 1 + factor]; ``lighting`` scales the noise."""
+    """The strength of distortions: random factors lie in [1 - factor, 1 + factor]; ``lighting`` scales normal noise."""
 
     factor: float
     lighting: float
@@ -71,8 +71,8 @@ class Normalize(nn.Module):
 class Augment(Normalize):
     """Mirror the images of a batch, distort their colours and normalize them, each image with its own random numbers.
 
-    Let x be a pixel's colour in [0, 1], and grey(x) = w x its luma, with weights w. Each image is distorted in a random
-    order by
+    Let x be a pixel's colour in [0, 1], and grey(x) = w x its luma, with weights w. The colours of each image are
+    distorted in four steps, in a random order:
 
         brightness  x <- b x                            saturation  x <- s x + (1 - s) grey(x)
         contrast    x <- c x + (1 - c) E[grey(x)]       lighting    x <- x + P a
@@ -84,8 +84,8 @@ class Augment(Normalize):
 
         y = A x + T m + t
 
-    where A, T and t depend only on the random draws. :class:`Distortions` computes them on the host, so :meth:`forward`
-    launches ten kernels and never synchronizes, and can be captured in a CUDA graph.
+    where A, T and t depend only on the random draws. :meth:`draw` computes them, so :meth:`forward` never synchronizes
+    and can be captured in a CUDA graph.
 
     Args:
         photometric: the strength of the distortions, ``"full"``, ``"reduced"`` or ``"none"``.
@@ -142,7 +142,7 @@ class Augment(Normalize):
         mean = images.mean((2, 3), dtype=torch.float32)
         # A matrix product would take as many launches, and autocast would round its operands.
         sums = torch.addcmul(third, of_mean, mean[:, None]).sum(2)[:, :, None, None]
-        # Allocate the output in the images' memory format; a result broadcast from a single channel would not have it.
+        # Allocate the output in the images' memory format. A result broadcast from one channel would not have it.
         y = torch.empty_like(images, dtype=torch.float32)
         for channel in range(3):
             sums = torch.addcmul(sums, of_pixel[:, :, channel, None, None], images[:, channel : channel + 1], out=y)

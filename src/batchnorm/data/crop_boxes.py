@@ -10,7 +10,7 @@ from typing import NamedTuple
 # at an aspect ratio between 3/4 and 4/3.
 CROP_AREA = (0.08, 1.0)
 CROP_ASPECT = (3 / 4, 4 / 3)
-# Not in the paper: the usual centre crop, 224 pixels of a short side of 256.
+# Not in the paper: the usual centre crop, a square of 224 pixels from an image whose short side has 256 pixels.
 CENTRE_SHARE = 224 / 256
 
 ATTEMPTS = 10
@@ -31,7 +31,7 @@ class Box(NamedTuple):
 
 
 def random_box(draws: Sequence[float], width: int, height: int, area: tuple[float, float] = CROP_AREA) -> Box:
-    """Return a rectangle of random area, aspect ratio and position, like Inception's training crops.
+    """Return a rectangle of random area, aspect ratio and position, like GoogLeNet's training crops.
 
     Args:
         draws: :data:`DRAWS` numbers in [0, 1), four for each attempt at a rectangle that fits into the image.
@@ -55,9 +55,9 @@ def random_box(draws: Sequence[float], width: int, height: int, area: tuple[floa
 
 
 def centre_box(width: int, height: int, size: int) -> Box:
-    """Return the centre square that evaluation sees; its side is 7/8 of the image's short side.
+    """Return the centre square for evaluation; unless the image is small, the square's side is 7/8 of the short side.
 
-    Resizing this square to ``size`` is the same as resizing the image's short side to 8/7 of ``size`` and cutting out
+    Resizing this square to ``size`` is equivalent to resizing the image's short side to 8/7 of ``size`` and cutting out
     the centre. If 7/8 of the short side is less than ``size``, the square's side is ``size`` or the short side,
     whichever is smaller.
 

@@ -1,4 +1,4 @@
-"""Decode images and cut out one crop."""
+"""Decode images and cut one crop out of each."""
 
 from __future__ import annotations
 
@@ -30,16 +30,15 @@ class CorruptImageError(ValueError):
 def decode_crop(data: bytes, choose: Choose, out: Tensor) -> tuple[int, int]:
     """Decode an image, crop and resize it into ``out``, and return the original width and height.
 
-    The image is converted to RGB, cropped and resized with torch's antialiased bilinear filter, which is faster than
-    Pillow's. If the box of a JPEG is at least twice as large as ``out``, the JPEG is decoded at a half, a quarter or an
-    eighth of its size. The box is rounded to whole pixels of the decoded image, which moves the edges of a downscaled
-    JPEG's crop by at most half an output pixel. Grey, palette, CMYK and 16-bit images become RGB; transparency is
-    dropped.
+    The image is converted to RGB, cropped and resized with torch's antialiased bilinear filter. If the crop of a JPEG
+    is at least twice as wide and high as ``out``, the JPEG is decoded at a half, a quarter or an eighth of its size.
+    The crop is rounded to whole pixels of the decoded image, which moves the edges of a downscaled JPEG's crop by at
+    most half an output pixel. Grey, palette, CMYK and 16-bit images become RGB; transparency is dropped.
 
     Args:
         data: the encoded image.
         choose: a function that takes the image's width and height and returns the crop's box.
-        out: uint8 of shape (size, size, 3).
+        out: the result, uint8 of shape (size, size, 3).
 
     Raises:
         CorruptImageError: if the image cannot be decoded; the message gives the decoder's reason.
@@ -49,7 +48,7 @@ def decode_crop(data: bytes, choose: Choose, out: Tensor) -> tuple[int, int]:
         image, box, original = _load(data, choose, size)
     # Pillow raises OSError, SyntaxError, ValueError, struct.error and others for a broken file.
     except Exception as error:
-        # Pillow's message ends with the stream, <_io.BytesIO object at 0x...>, which tells a user nothing.
+        # Some messages of Pillow end with <_io.BytesIO object at 0x...>, which tells a user nothing.
         raise CorruptImageError(f"{type(error).__name__}: {str(error).partition(' <_io.')[0]}") from error
     _resize(_pixels(image, box), out)
     return original
@@ -92,8 +91,8 @@ def _load(data: bytes, choose: Choose, size: int) -> tuple[Image, Box, tuple[int
     scale = next((s for s in JPEG_SCALES if s <= room), 1)
     drafted = image.draft(None, (width // scale, height // scale)) if scale > 1 else None
     if drafted is not None:
-        # Do not scale by the ratio of the two sizes: the last pixels of the smaller image cover fewer pixels of the
-        # original image.
+        # Do not scale by the ratio of the decoded to the original size: the last pixels of the decoded image cover
+        # fewer pixels of the original image.
         _, (_, _, right, bottom) = drafted
         box = box.scaled(right / width, bottom / height)
     return to_rgb(image), box, (width, height)

@@ -31,14 +31,14 @@ CHUNK = 256
 class DeviceCache:
     """All images of a split, stretched to squares of one size, with their labels and original sizes.
 
-    Boxes are chosen in the original image's pixels, so the same seed gives the same boxes as without the cache. The
-    crops are then cut out of the stretched image. So two things differ from training without the cache: pixels are
+    Crop boxes are chosen in the original image's pixels, so the same seed gives the same boxes as without the cache.
+    The crops are then cut out of the stretched image. So two things differ from training without the cache: pixels are
     resampled twice, and crops of large images lose the detail that the cached size cannot show.
     """
 
     images: Tensor  # (n, side, side, 3)
     labels: Tensor
-    row_of: np.ndarray  # the row of each example, -1 if the example is corrupt
+    row_of: np.ndarray  # the index of each example in images, -1 if the example is corrupt
     sizes: np.ndarray  # width and height of each original image, 0 if the example is corrupt
     corrupt: list[CorruptFile]
 
@@ -81,9 +81,9 @@ def open_decoded(
 ) -> DeviceCache:
     """Return the decoded images of a split, from a file in ``folder`` if there is one for the same data.
 
-    Data counts as the same if its classes, its labels, and the names, sizes and modification times of its image files
-    or shards are unchanged. Files for other data are left alone. The file only saves time: if it cannot be read, it is
-    written again, and if it cannot be written, there is a warning.
+    Data counts as the same if its classes and labels, and the names, sizes and modification times of its image files or
+    shards, are unchanged. Cache files of other data are left alone. The cache file only saves time: if it cannot be
+    read, it is written again, and if it cannot be written, there is a warning.
     """
     error = require("safetensors", "train").SafetensorError
     data, where = data.expanduser(), torch.device(device)
@@ -159,7 +159,7 @@ def _to(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _check_room(wanted: int, device: torch.device) -> None:
-    """Raise an error if ``device`` is a GPU with fewer than ``wanted`` bytes of free memory."""
+    """Raise ValueError if ``device`` is a GPU with fewer than ``wanted`` bytes of free memory."""
     if device.type != "cuda":
         return
     free, _ = torch.cuda.mem_get_info(device)
@@ -207,7 +207,7 @@ def _save(cache: DeviceCache, path: Path) -> None:
 def _load(path: Path, device: torch.device, source: ImageSource, side: int) -> DeviceCache:
     with require("safetensors", "train").safe_open(path, framework="pt", device=str(device)) as file:
         if file.get_slice("images").get_shape() != [len(source.labels), side, side, 3]:
-            raise ValueError(f"{path} has a different number or size of images")
+            raise ValueError(f"the number or the size of the images in {path} does not match the data")
         _check_room(len(source.labels) * side * side * 3, device)
         images, labels = file.get_tensor("images"), file.get_tensor("labels")
         row_of, sizes = (np.asarray(file.get_tensor(name).cpu()) for name in ("row_of", "sizes"))

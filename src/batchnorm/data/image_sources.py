@@ -97,10 +97,10 @@ class PartSource:
 
     @classmethod
     def open(cls, root: Path, split: str, share: float, *, held_out: bool) -> PartSource:
-        """Open the images of a split that are held out, or all others if ``held_out`` is False.
+        """Open the held-out images of a split or, if ``held_out`` is False, all its other images.
 
-        The given share of each class is held out, but at least one image. A hash of the file names decides which images
-        are held out, so the choice depends neither on the seed nor on the machine.
+        The given share of each class is held out: at least one image, but never all of them. A hash of the file names
+        decides which images are held out, so the choice depends neither on the seed nor on the machine.
         """
         whole = open_source(root, split)
         names = [whole.name(k).removeprefix(str(root)) for k in range(len(whole.labels))]
@@ -151,7 +151,7 @@ def training_splits(path: str | Path, validate: float) -> tuple[str, str]:
     """Return the splits to train on and to validate with, in the notation of :func:`open_source`.
 
     Args:
-        path: the data.
+        path: the folder with the data.
         validate: the share of the training images to validate with, if the data has no validation set.
 
     Raises:
@@ -225,13 +225,13 @@ def sample_examples(source: ImageSource, count: int) -> list[int]:
 
 
 def small_images_note(source: ImageSource, size: int) -> str | None:
-    """Return a note if most images of a sample are smaller than the network's input, and None if not."""
+    """Return a note if most images of a sample are smaller than the network's input, otherwise None."""
     sides = []
     for example in sample_examples(source, 32):
         try:
             with require("PIL.Image", "train").open(BytesIO(source.read(example))) as image:
                 sides.append(min(image.size))
-        except Exception:  # training counts and lists such files; Pillow raises many kinds of errors for them
+        except Exception:  # training reports unreadable files later; Pillow raises many kinds of errors for them
             continue
     usual = int(median(sides)) if sides else size
     if usual >= size:
@@ -258,7 +258,7 @@ def check_same_data(data: dict[str, dict[str, Any]]) -> None:
 
 
 def describe_data(path: Path, splits: Sequence[str] = ("train", "val")) -> dict[str, Any]:
-    """Count the images and classes, and identify the set by a hash of its labels and a sample of its images."""
+    """Return the numbers of images and classes, and a hash of the labels, class names and a sample of the images."""
     sources = {split: open_source(path, split) for split in splits}
     digest = hashlib.sha256()
     for source in sources.values():

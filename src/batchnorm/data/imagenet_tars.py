@@ -1,4 +1,4 @@
-"""ImageNet's official tar files: one of training images, with an inner tar file per class, and one for validation."""
+"""ImageNet's official tar files: one for training, which holds a tar file per class, and one for validation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VAL_TAR = "ILSVRC2012_img_val.tar"
 # Either file gives the classes of the validation images: the authors' bounding boxes, or the table in Kaggle's copy.
 VAL_BOXES = "ILSVRC2012_bbox_val_v3.tgz"
 VAL_TABLE = "LOC_val_solution.csv"
-MAX_ANNOTATION = 2**20  # bytes of one image's bounding boxes
+MAX_ANNOTATION = 2**20  # the most bytes that are read from one image's annotation file
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class OfficialTar:
     classes: tuple[str, ...]
     labels: NDArray[np.int64]
     members: tuple[str, ...]
-    spans: NDArray[np.int64]  # offset and length
+    spans: NDArray[np.int64]  # offset and length of each image
 
     @property
     def shard_sizes(self) -> tuple[int, ...]:
@@ -49,10 +49,10 @@ class OfficialTar:
 
 
 def open_official(folder: Path) -> dict[str, OfficialTar]:
-    """Open the splits of ImageNet from a folder with its official tar files; the validation images may be missing.
+    """Open the splits of ImageNet from a folder with its official tar files; the validation images are optional.
 
     Raises:
-        FileNotFoundError: if the file with the validation images' classes is missing.
+        FileNotFoundError: if the training images are missing, or if there are validation images without their classes.
         ValueError: if a file has unexpected content.
     """
     path = folder / TRAIN_TAR
@@ -112,7 +112,7 @@ def _validation_classes(folder: Path) -> Iterator[tuple[str, str]]:
         return _from_boxes(folder / VAL_BOXES)
     raise FileNotFoundError(
         f"{folder} has {VAL_TAR} but no file with the classes of its images: put {VAL_BOXES} (from"
-        f" image-net.org) or {VAL_TABLE} (from Kaggle's copy) next to it"
+        f" image-net.org) or {VAL_TABLE} (from Kaggle's copy) into this folder"
     )
 
 

@@ -51,7 +51,7 @@ class ImageBatches:
 
     @property
     def corrupt(self) -> list[CorruptFile]:
-        """The files that this process has skipped so far, each once."""
+        """The files that this process has skipped so far, without duplicates."""
         return list(self._corrupt.values())
 
     def __len__(self) -> int:
@@ -59,7 +59,7 @@ class ImageBatches:
         return len(self.order)
 
     def centred(self, batch_size: int) -> ImageBatches:
-        """Return batches of the same examples for evaluation: the centre square of each, in stored order."""
+        """Return batches of the same examples for evaluation: the centre square of each image, in stored order."""
         order = replace(self.order, train=False, batch_size=batch_size)
         crop, load = partial(centre_crops, size=self.size), self._load
         if isinstance(load, Prefetcher):
@@ -74,8 +74,9 @@ class ImageBatches:
         of their batches. In evaluation, the last batch may be empty on some ranks.
 
         Raises:
+            ValueError: if ``start`` is out of range.
             TooManyCorruptError: if more than ``max_corrupt`` files are unreadable, or if a training batch has fewer
-                than two images left.
+                than two readable images.
         """
         if not 0 <= start <= len(self):
             raise ValueError(f"start={start} is out of range: an epoch has {len(self)} steps")
@@ -101,8 +102,8 @@ class ImageBatches:
         self._corrupt |= {file.example: file for file in corrupt}
         if len(self._corrupt) > self.max_corrupt:
             raise TooManyCorruptError(
-                f"{len(self._corrupt)} files could not be read, more than max_corrupt={self.max_corrupt}:"
-                f" {self._listed()}"
+                f"{len(self._corrupt)} files could not be read, more than max_corrupt={self.max_corrupt}; the first"
+                f" ones: {self._listed()}"
             )
 
     def _listed(self) -> str:
@@ -165,8 +166,8 @@ def open_images(
         crop_area: the range of a random crop's share of the image's area.
 
     Raises:
-        FileNotFoundError: if ``path`` has neither of the two layouts.
-        ValueError: if a rank would get fewer than two examples of a training step.
+        FileNotFoundError: if ``path`` does not have exactly one of the two layouts.
+        ValueError: if the data is damaged, or if a rank would get fewer than two examples of a training step.
         TooManyCorruptError: if too many files are unreadable.
 
     >>> import tempfile

@@ -48,11 +48,11 @@ class Decoded(NamedTuple):
     images: Tensor
     labels: Tensor
     examples: Tensor
-    sizes: Tensor  # width and height before the crop
+    sizes: Tensor  # width and height of each original image
     corrupt: list[CorruptFile]
 
 
-# Returns, for each example of a request, a function that takes the image's width and height and returns the crop's box.
+# A Crop returns one function per example of a request; the function turns the image's width and height into the box.
 Crop = Callable[[Request], Sequence[Choose]]
 
 
@@ -63,12 +63,12 @@ def random_crops(request: Request, *, seed: int, area: tuple[float, float] = CRO
 
 
 def centre_crops(request: Request, *, size: int) -> Sequence[Choose]:
-    """Choose the centre squares."""
+    """Choose the centre square of each image."""
     return [partial(centre_box, size=size)] * len(request.examples)
 
 
 def whole_images(request: Request) -> Sequence[Choose]:
-    """Choose the whole images."""
+    """Choose the whole of each image."""
     return [partial(Box, 0, 0)] * len(request.examples)
 
 
@@ -107,7 +107,7 @@ class _Requests:
 class Prefetcher:
     """Answer requests in order, in ``workers`` processes that stay alive, or in this process if ``workers`` is 0.
 
-    Only one sequence of answers can be open at a time: after a new call, continuing an earlier one raises an error.
+    Only one sequence of answers can be open at a time: after a new call, reading an earlier sequence raises an error.
     """
 
     def __init__(self, reader: BatchReader, workers: int, device: torch.device) -> None:

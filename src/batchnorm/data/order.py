@@ -1,4 +1,4 @@
-"""The examples of each step, on any number of ranks, and batches of balanced sizes."""
+"""Divide examples into steps and ranks, and sample batches of balanced sizes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ Shuffle = Literal["fixed", "epoch"]
 class Order:
     """Divide each epoch into steps: every example is used once, and the ranks share each step.
 
-    A step has ``batch_size`` examples over all ranks together, so a position (epoch, step) means the same on any
-    number of ranks. Each rank takes one consecutive part of the step; the parts differ by at most one example.
+    A step has ``batch_size`` examples over all ranks together, so a position (epoch, step) means the same examples on
+    any number of ranks. Each rank takes one consecutive part of the step; the sizes of the parts differ by at most one.
 
     If the number of examples is not a multiple of the batch size, the last step is smaller. In training, a rank needs
     at least two examples to normalize, so the last two steps share their examples evenly if the last one would be less
@@ -39,7 +39,7 @@ class Order:
         world_size: the number of processes.
 
     Raises:
-        ValueError: if a rank would get fewer than two examples in a training step.
+        ValueError: if an argument is invalid, or if a rank would get fewer than two examples in a training step.
 
     >>> order = Order((5, 4), batch_size=4, train=True, shuffle="epoch", seed=0)
     >>> len(order), [order.step_size(step) for step in range(3)]

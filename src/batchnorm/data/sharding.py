@@ -24,8 +24,8 @@ from .imagenet_tars import TRAIN_TAR, open_official
 from .random_numbers import permutation, seed_at
 from .tar_shards import CLASSES_FILE, TarSource, classes_text
 
-AHEAD = 256  # images shrunk at a time
-QUALITY = 95  # JPEG quality, high enough that encoding twice is not visible
+AHEAD = 256  # number of images that are read and shrunk at a time
+QUALITY = 95  # JPEG quality, so high that a second encoding is not visible
 
 
 class ShardedSplit(NamedTuple):
@@ -47,8 +47,8 @@ def shard(
     """Pack an image folder, or ImageNet's official tar files, into tar shards in random order, and print a summary.
 
     Image files are copied unchanged, except those that ``short_side`` shrinks. The file ``classes.txt`` in ``out``
-    lists the class names. The folder ``out`` appears only when all of it is safely on disk. The same images and options
-    give the same files, byte for byte.
+    lists the class names. The folder ``out`` appears only once it is complete and safely on disk. The same images and
+    options give the same shards, byte for byte, with the same version of Pillow.
 
     Args:
         folder: a folder with train/CLASS/*.jpg and optionally val/CLASS/*.jpg; or with ILSVRC2012_img_train.tar and
@@ -61,9 +61,9 @@ def shard(
             crops of 224 px.
 
     Raises:
-        FileNotFoundError: if ``folder`` has no images.
-        ValueError: if ``out`` exists, ``per_shard`` or ``short_side`` is not positive, or the name of a class contains
-            a line break.
+        FileNotFoundError: if ``folder`` has no images, or has ILSVRC2012_img_val.tar without the classes.
+        ValueError: if ``out`` exists, if ``per_shard`` or ``short_side`` is not positive, if the name of a class
+            contains a line break, or if a tar file is damaged.
     """
     if out.exists():
         raise ValueError(f"{out} exists already: remove it or choose another folder")

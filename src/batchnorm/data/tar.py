@@ -24,7 +24,8 @@ def members(file: IO[bytes], name: str, start: int = 0, length: int | None = Non
         start, length: the archive's position in the file, if the file holds more than the archive.
 
     Raises:
-        ValueError: if the file is not a tar file, is cut off or damaged, or has data after the archive's end.
+        ValueError: if the file is not an uncompressed tar file, is cut off or damaged, has a sparse member, or has data
+            after the archive's end.
     """
     stop = file.seek(0, os.SEEK_END) if length is None else start + length
     file.seek(start)
@@ -42,14 +43,14 @@ def members(file: IO[bytes], name: str, start: int = 0, length: int | None = Non
         _check_end(file, end, stop)
     # For some damaged headers tarfile raises errors other than TarError.
     except (tarfile.TarError, ValueError, OverflowError, RecursionError, EOFError) as error:
-        raise ValueError(f"{name} is not a complete, uncompressed tar file ({error}): copy it again") from error
+        raise ValueError(f"{name} is not a complete, uncompressed tar file ({error}): copy or pack it again") from error
 
 
 def read_at(path: Path, offset: int, length: int) -> bytes:
     """Return a part of a file.
 
-    The file is opened each time, which costs microseconds. So there are no open descriptors to share with forked
-    workers, and a process cannot run out of descriptors.
+    The file is opened and closed in each call, so that forked workers share no file descriptors, and a process cannot
+    run out of them.
     """
     with path.open("rb", buffering=0) as file:
         file.seek(offset)
@@ -60,7 +61,7 @@ def _check_end(file: IO[bytes], end: int, stop: int) -> None:
     file.seek(end)
     block = file.read(min(BLOCK, stop - end))
     if len(block) < BLOCK:
-        raise ValueError(f"it ends at byte {stop:,} without an end-of-archive marker")
+        raise ValueError(f"the archive ends at byte {stop:,} without an end-of-archive marker")
     if any(block):
         raise ValueError(f"the header at byte {end:,} is damaged")
     while block := file.read(min(1 << 20, stop - file.tell())):

@@ -39,10 +39,10 @@ class TarSource:
 
     @classmethod
     def open(cls, root: Path, split: str, shards: list[Path]) -> TarSource:
-        """Open the shards. The first call scans them; later calls read ``SPLIT.index.npz`` in the same folder."""
+        """Open the shards. The first call scans them and writes ``SPLIT.index.npz``, which later calls read."""
         index = ShardIndex.load_or_scan(root / f"{split}.index.npz", shards)
         if not len(index.labels):
-            raise ValueError(f"{root}/{split}-*.tar hold no images")
+            raise ValueError(f"the shards {root}/{split}-*.tar hold no images")
         names = root / CLASSES_FILE
         highest = int(index.labels.max())
         if not names.exists():
@@ -50,7 +50,7 @@ class TarSource:
         classes = read_classes(names)
         if highest >= len(classes):
             raise ValueError(
-                f"{names} lists {len(classes)} classes, but {split}-*.tar contain the label {highest}"
+                f"{names} lists {len(classes)} classes, but the shards {split}-*.tar contain the label {highest}"
                 " (labels start at 0)"
             )
         return cls(root, classes, index)
@@ -86,7 +86,7 @@ def classes_text(classes: Sequence[str]) -> bytes:
 
 
 def read_classes(path: Path) -> tuple[str, ...]:
-    """Return the names in a ``classes.txt``, one per line."""
+    """Return the class names, which are the lines of a ``classes.txt``."""
     classes = tuple(path.read_text(encoding="utf-8", errors="surrogateescape").removesuffix("\n").split("\n"))
     if len(classes) > MAX_CLASSES:
         raise ValueError(f"{path} names {len(classes):,} classes: the limit is {MAX_CLASSES:,}")
@@ -113,7 +113,7 @@ class ShardIndex:
     states: NDArray[np.int64]  # size and modification time of each shard, to notice changes
     shard_of: NDArray[np.int32]
     members: NDArray[np.bytes_]
-    spans: NDArray[np.int64]  # offset and length
+    spans: NDArray[np.int64]  # offset and length of each image
     labels: NDArray[np.int64]
 
     @classmethod
@@ -121,7 +121,7 @@ class ShardIndex:
         """Read the index from ``path``, or scan the shards if the index is missing, damaged or out of date.
 
         Raises:
-            ValueError: if a shard is damaged, or if the index lists a shard that is missing.
+            ValueError: if a shard is damaged or has incomplete examples, or if the index lists a shard that is missing.
         """
         names = np.array([os.fsencode(shard.name) for shard in shards])
         states = np.array([(s.stat().st_size, s.stat().st_mtime_ns) for s in shards], dtype=np.int64)
@@ -135,7 +135,7 @@ class ShardIndex:
                     " that shard again, or delete the index to train without that shard"
                 )
         index = cls._scan(names, states, shards)
-        # The index is not essential, and the disk may be full or read-only.
+        # Saving the index is optional, and the disk may be full or read-only.
         with contextlib.suppress(OSError):
             index._save(path)
         return index
@@ -179,7 +179,7 @@ class ShardIndex:
             shards=names,
             states=states,
             shard_of=np.array([number for number, _ in found], dtype=np.int32),
-            # Keep only the ends of the names: one long name would make every entry of the array as long.
+            # Keep only the ends of the names: one long name would make every entry of the array just as long.
             members=np.array([os.fsencode(member.name)[-MAX_NAME:] for _, member in found], dtype=np.bytes_),
             spans=np.array([(m.offset, m.length) for _, m in found], dtype=np.int64).reshape(-1, 2),
             labels=np.array([member.label for _, member in found], dtype=np.int64),
@@ -192,10 +192,11 @@ class ShardIndex:
 
 
 def scan(shard: Path) -> Iterator[ShardImage]:
-    """Yield the examples of a shard in stored order, from its headers and labels.
+    """Yield the images of a shard with their labels, in stored order.
 
     Raises:
-        ValueError: if the shard is not a complete tar file, or an example lacks its image or its label.
+        ValueError: if the shard is not a complete tar file, if two images have the same key, or if an example lacks its
+            image or a valid label.
     """
     images: dict[str, ShardImage] = {}
     labels: dict[str, int] = {}

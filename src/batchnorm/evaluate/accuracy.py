@@ -40,8 +40,8 @@ class Accuracy(NamedTuple):
 def label_ranks(scores: Tensor, labels: Tensor) -> Tensor:
     """Return each label's rank among the class scores, counted from 0.
 
-    An example is top-k correct if its rank is below k. Among equal scores, the class with the lower index comes first,
-    on every device. A label whose score is NaN comes last.
+    An example is top-k correct if its label's rank is below k. Among equal scores, the class with the lower index comes
+    first, on every device. A label whose score is NaN comes last.
 
     >>> label_ranks(torch.tensor([[0.2, 0.5, 0.3], [0.4, 0.4, 0.2]]), torch.tensor([2, 1]))
     tensor([1, 1])
@@ -63,7 +63,7 @@ def count_correct(
     bf16: bool = False,
     loss: Tensor | None = None,
 ) -> Tensor:
-    """Count the top-1 correct examples, the top-5 correct examples and all examples, in a float64 tensor.
+    """Return the numbers of top-1 correct examples, top-5 correct examples and all examples, as a float64 tensor.
 
     The tensors of several ranks can be summed. The network's mode is not changed; call ``eval()`` first. Empty batches,
     which a rank may get at the end of an epoch, are skipped. With fewer than five classes, every example is top-5
@@ -157,8 +157,8 @@ def _read(sums: Tensor, name: str) -> Score:
         raise ValueError(f"there are no examples to score {name} on: every file was unreadable or the split is empty")
     if broken:
         raise ValueError(
-            f"{name} gives NaN probabilities for {broken:.0f} of {n:.0f} images: it has diverged, so leave it out or go"
-            " back to an earlier checkpoint"
+            f"{name} gives NaN or infinite probabilities for {broken:.0f} of {n:.0f} images: it has diverged, so leave"
+            " it out or go back to an earlier checkpoint"
         )
     _, right, confidence = sums[5:].unflatten(0, (BINS, 3)).unbind(1)
     gap = (right - confidence).abs().sum().item() / n

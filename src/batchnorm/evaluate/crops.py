@@ -1,4 +1,4 @@
-"""The crops of an image that a network sees: scales, squares, corners and mirrors, as exact boxes."""
+"""The crops of each image in evaluation: scales, squares, corners and mirror images, as exact boxes."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ class Square(NamedTuple):
 
 @dataclass(frozen=True)
 class Crops:
-    """The crops of an image that a network sees; the class probabilities of all crops are averaged.
+    """The crops of each image in evaluation; the class probabilities of all crops are averaged.
 
     The image is resized once for each of ``scales``, so that its short side equals the scale. Smaller images are
     enlarged, so every image has all crops. Each resized image gives squares whose side is its short side: one at the
     centre, or three at the left, centre and right (top, centre and bottom of a tall image). Each square gives crops of
-    ``size``: its centre; with ``corners`` also its corners; with ``whole`` also the square itself, resized. ``mirror``
-    adds the mirror image of each crop.
+    ``size``: its centre; with ``corners`` also its four corners; with ``whole`` also the square itself, resized.
+    ``mirror`` adds the mirror image of each crop.
 
-    Without scales there is one crop, the centre square that validation during training uses
-    (:func:`batchnorm.data.crop_boxes.centre_box`), so evaluation sees the same crops as validation.
+    By default there are no scales and there is one crop: the centre square that validation during training uses
+    (:func:`batchnorm.data.crop_boxes.centre_box`).
 
     Args:
         size: height and width of the crops, the network's input.
-        scales: short sides, each at least ``size``.
+        scales: short sides of the resized images, each at least ``size``.
         squares: the number of squares from each resized image, 1 or 3.
-        corners: add each square's corners.
+        corners: add the crops in each square's four corners.
         whole: add the square itself, resized.
         mirror: add the mirror image of each crop.
 
     Raises:
-        ValueError: if a scale is smaller than the crop, or the number of squares is neither 1 nor 3.
+        ValueError: if ``size`` is below 1, a scale is smaller than the crop, or ``squares`` is neither 1 nor 3.
 
     >>> Crops.of(144, size=224)
     Crops(size=224, scales=(256, 288, 320, 352), squares=3, corners=True, whole=True, mirror=True)
@@ -74,10 +74,11 @@ class Crops:
 
     @classmethod
     def of(cls, count: Count, size: int) -> Crops:
-        """Return the usual 1, 10 or 144 crops at any size.
+        """Return one of the usual sets of 1, 10 or 144 crops, for crops of any size.
 
-        1 crop is the centre. 10 crops are the corners and the centre of the centre square at one scale, and their
-        mirror images (Krizhevsky et al., 2012). 144 crops are GoogLeNet's: 4 scales x 3 squares x 6 crops x 2 mirrors.
+        One crop is the centre. Ten crops are the corners and the centre of the centre square at one scale, and their
+        mirror images (Krizhevsky et al., 2012). 144 crops are GoogLeNet's: 4 scales x 3 squares x 6 crops, and their
+        mirror images.
         """
         scales = tuple(round(size * scale / CROP) for scale in SCALES)
         if count == 1:
@@ -95,7 +96,7 @@ class Crops:
 
     @property
     def per_square(self) -> int:
-        """The number of crops from one square, including mirrored ones."""
+        """The number of crops from one square, including mirror images."""
         return (len(crop_boxes(self.size, self.size, self.corners)) + self.whole) * (1 + self.mirror)
 
     @property

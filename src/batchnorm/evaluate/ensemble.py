@@ -16,7 +16,7 @@ from .square_crops import SquareBatches
 
 
 class Member(NamedTuple):
-    """A network's own score, and the score of the mean of all networks added so far.
+    """A network's own score, and the score of the mean probabilities of all networks added so far.
 
     Paper: Sec. 4.2.3
     """
@@ -27,7 +27,7 @@ class Member(NamedTuple):
 
 
 class EnsembleReport(NamedTuple):
-    """The scores of networks and of their mean. ``print`` shows them as a table.
+    """The scores of networks and of their mean probabilities. ``print`` shows them as a table.
 
     Paper: Sec. 4.2.3; Fig. 4
     """
@@ -42,7 +42,7 @@ class EnsembleReport(NamedTuple):
 
     @property
     def score(self) -> Score:
-        """The score of the mean of all networks."""
+        """The score of the mean probabilities of all networks."""
         return self.members[-1].together
 
     def as_dict(self) -> dict[str, Any]:
@@ -91,14 +91,15 @@ class Ensemble:
         """Add a network's probabilities for this rank's images; every rank must call this method.
 
         Raises:
-            ValueError: if a probability is NaN, or the images differ from those of earlier networks.
+            ValueError: if there are no images, if a probability is NaN or infinite, or if the labels or the number of
+                classes differ from those of earlier networks.
         """
         if self._sum is None or self._votes is None or self._labels is None:
             self._sum, self._labels = torch.zeros_like(probabilities), labels
             self._votes = torch.zeros_like(probabilities, dtype=torch.int16)
         elif self._sum.shape != probabilities.shape or not torch.equal(self._labels, labels):
             first, (images, classes) = self.members[0].name, self._sum.shape
-            found = f"{len(labels):,} images and {probabilities.shape[1]} classes, {first} has {images:,} and {classes}"
+            found = f"{len(labels):,} images and {probabilities.shape[1]} classes, not {images:,} and {classes}"
             why = "the labels differ" if self._sum.shape == probabilities.shape else f"it has {found}"
             raise ValueError(f"{name} was not evaluated on the same images as {first}: {why}")
         alone = score(probabilities, labels, name)
@@ -123,7 +124,7 @@ class Ensemble:
 
         Args:
             crops: the number of crops of each image that were averaged.
-            last: any member's predictions, which say how many images were enlarged and which files are corrupt.
+            last: the predictions of any of the networks, for the number of enlarged images and the corrupt files.
         """
         corrupt = tuple(file for part in gather_objects(last.corrupt) for file in part)
         enlarged = sum(gather_objects(last.enlarged))
@@ -153,7 +154,7 @@ def evaluate_networks(
     images.
 
     Args:
-        networks: functions that build or load each network, by name.
+        networks: a mapping from each network's name to a function that builds or loads it.
         batches: the images, from :func:`batchnorm.evaluate.open_squares`; each network sees them once.
         batch_size: crops per forward pass.
 

@@ -18,7 +18,7 @@ from .square_crops import SquareBatches, Squares
 
 
 def cut_views(squares: Tensor, crops: Crops) -> Tensor:
-    """Return the crops of squares of one scale, as uint8 of shape (crops per square, squares, 3, size, size).
+    """Cut the crops out of squares of one scale; return uint8 of shape (crops per square, squares, 3, size, size).
 
     The order is the centre, the corners, the whole square, then their mirror images.
 
@@ -71,7 +71,7 @@ class MeanProbabilities(nn.Module):
     def _level(self, squares: Tensor) -> Tensor:
         """Return each square's mean probabilities over its crops."""
         views = cut_views(squares, self.crops).flatten(0, 1)
-        # Use parts of equal size: a small last part would not keep the device busy.
+        # Use parts of nearly equal size: a small last part would not keep the device busy.
         parts = max(1, round(len(views) / self.batch_size))
         probabilities = torch.cat([self.probabilities(part) for part in views.tensor_split(parts)])
         return probabilities.view(self.crops.per_square, -1, probabilities.shape[1]).mean(0)
@@ -112,14 +112,14 @@ def predict(net: nn.Module, batches: SquareBatches, *, batch_size: int = 256, na
         name: the network's name in messages.
 
     Raises:
-        ValueError: if the network does not take images of this size, or its number of classes differs from the data's.
+        ValueError: if the network does not take images of the crops' size, or the data has another number of classes.
 
     Paper: Sec. 4.2.3, "multicrop inference"
     """
     mean = MeanProbabilities(net, batches.crops, batch_size).to(batches.device)
     rows = batches.num_examples
     probabilities = torch.empty(rows, len(batches.classes), device=batches.device)
-    # Keep these on the host: copying them to the device in each step would make the host wait.
+    # Keep labels and examples on the host: copying them to the device in each step would make the host wait.
     labels, examples = torch.empty(2, rows, dtype=torch.int64)
     corrupt: list[CorruptFile] = []
     done = enlarged = 0

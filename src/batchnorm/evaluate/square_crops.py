@@ -1,4 +1,4 @@
-"""Prepare images for evaluation on the CPU: decode each image once, resize it to every scale, cut it into squares."""
+"""On the CPU, prepare images for evaluation: decode each once, resize it to every scale, cut it into squares."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ..data.order import Order
 from ..optional_packages import require
 from .crops import Crops, resized, square_boxes
 
-# Beyond this aspect ratio the squares do not overlap, and part of the image is in none of them.
+# Beyond this aspect ratio, an image's three squares do not overlap, and part of the image is in none of them.
 LONG = 3
 
 
@@ -149,7 +149,7 @@ def open_squares(
 
     Raises:
         FileNotFoundError: if the folder or its images are not found.
-        ValueError: if a class has no images in the split.
+        ValueError: if an argument is out of range, the data is damaged, or a class has no images in the split.
 
     Beyond the paper: loading images for evaluation.
     """

@@ -1,4 +1,4 @@
-"""Make the network that inference runs: N_tr to N_inf in Algorithm 2."""
+"""Turn a trained network into the network for inference, as Algorithm 2 turns N_tr into N_inf."""
 
 from .export import export
 from .fold import fold

@@ -1,4 +1,4 @@
-"""BN(x) at inference is a fixed affine map: compute the map, fold it into adjacent weights, or keep it as a module."""
+"""Compute the fixed affine map that BN applies at inference, and fold it into weights or keep it as a module."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Map(NamedTuple):
         return Map(other.scale * self.scale, other.scale * self.shift + other.shift)
 
     def select(self, index: Tensor) -> Map:
-        """Return the map with its features repeated or reordered."""
+        """Return the map for the features in ``index``, which may repeat or reorder them."""
         return Map(self.scale.flatten()[index], self.shift.flatten()[index])
 
 
@@ -62,7 +62,7 @@ def weights_of(affine: Affine) -> Weights:
 
 
 def fold_after(affine: Affine, weights: Weights, after: Map) -> Weights:
-    """Return the weights of scale * (Wu + b) + shift."""
+    """Return the weights of an affine layer that computes scale * (Wu + b) + shift."""
     scale = after.scale
     if isinstance(affine, Transposed):
         # W is (in, out / groups, *kernel), and input i belongs to group i // (in / groups).
@@ -73,10 +73,10 @@ def fold_after(affine: Affine, weights: Weights, after: Map) -> Weights:
 
 
 def fold_before(affine: Affine, weights: Weights, before: Map) -> Weights:
-    """Return the weights of W(scale * u + shift) + b.
+    """Return the weights of an affine layer that computes W(scale * u + shift) + b.
 
-    With a shift, the result is exact only if no kernel reaches into zero padding. For transposed convolutions the shift
-    is ignored, so it must be 0.
+    With a nonzero shift, the result is exact only if no kernel reaches into zero padding. For transposed convolutions,
+    the shift is ignored, so it must be 0.
     """
     scale, shift = before
     if isinstance(affine, Transposed):
@@ -136,7 +136,7 @@ class FixedAffine(nn.Module):
         if self.scale is not None and self.shift is not None:
             shape = self.scale.shape + (1,) * (input.dim() - 1 - self.scale.dim())
             scale, shift = self.scale.view(shape), self.shift.view(shape)
-            # On CUDA, addcmul takes one kernel launch. On the CPU, addcmul is slower than two passes over cached data.
+            # On CUDA, addcmul needs only one kernel launch. On the CPU, two separate operations were faster.
             y = torch.addcmul(shift, y, scale) if y.is_cuda else (y * scale).add_(shift)
         if residual is not None:
             y = y + residual

@@ -27,9 +27,9 @@ from .fold import fold_with_report, warn_of_left
 # A protobuf file is limited to 2 GiB; the weights of larger networks go into a second file.
 LARGEST_FILE = 1_900_000_000
 # If the example is small, the file is also checked on a larger batch of up to this size, because the network's code may
-# branch on the batch size. Most such branches are at a smaller size than this.
+# branch on the batch size.
 MANY_EXAMPLES = 16
-LARGEST_INPUT = 2**22  # that batch is smaller if it would have more numbers than this
+LARGEST_INPUT = 2**22  # the most numbers in that larger batch, unless it has only one example more
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class Exported:
 
     path: Path
     relative_error: float
-    """max |file - network| / max |network| of the outputs: the largest value over the batch sizes that were run."""
+    """The largest relative error of the file's outputs over the batch sizes that were run."""
     batch_sizes: tuple[int, ...]
     """The batch sizes on which the file was run and compared with the network."""
     fold: VerbReport
     sizes: tuple[int, int, int]
-    """The bytes of parameters and buffers before and after folding, and of the files written."""
+    """Sizes in bytes: parameters and buffers before folding, parameters and buffers after folding, and the files."""
 
     def __str__(self) -> str:
         *others, last = map(str, self.batch_sizes)
@@ -85,10 +85,10 @@ def export(
         UserWarning: if a batch normalization is left in the file, or the network is in training mode.
 
     Raises:
-        FileNotFoundError: if the folder does not exist.
+        FileNotFoundError: if the folder of ``path`` does not exist.
         MissingExtraError: if packages for ONNX are missing; the message names all of them.
-        ValueError: if ``path`` has another extension, if the exporter cannot express the network, or if outputs differ
-            at one of the batch sizes.
+        ValueError: if ``path`` has another extension, if torch cannot export the network, or if the file fails or its
+            outputs differ at one of the batch sizes.
 
     >>> net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.ReLU()).eval()
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -130,13 +130,13 @@ def export(
         except MissingExtraError:
             raise
         except Exception as failure:
-            hint = "; try dynamic_batch=False" if dynamic_batch else ""
+            hint = " (try dynamic_batch=False)" if dynamic_batch else ""
             raise ValueError(f"torch cannot export this network to {path.suffix}{hint}: {failure}") from failure
         step("running the file")
         errors = _errors(net, load(draft), example, _other_sizes(example) if dynamic_batch else [])
         for size, error in errors.items():
             if not error <= limit:
-                branch = "; the network may depend on the batch size: export a file per size with dynamic_batch=False"
+                branch = "; its code may depend on the batch size: export a file for each size with dynamic_batch=False"
                 raise ValueError(
                     f"the exported file's output on a batch of {size} differs from the network's by {error:.2e}"
                     f" (relative), more than {limit:.0e}; nothing was written{branch if size != traced_size else ''}"
@@ -195,7 +195,7 @@ def _on_cpu(output: Any) -> list[Tensor]:
 
 
 def _other_sizes(example: Any) -> list[int]:
-    """Return batch sizes to check a file on: 1, 2 and 3, and a size that is larger than the example's."""
+    """Return the other batch sizes to check a file on: 1, 2, 3 and a size larger than the example's."""
     own = _batch_size(example)
     if own == 0:
         return []
@@ -279,7 +279,7 @@ def _load_onnx(path: Path) -> Callable[[Any], Any]:
 
 
 def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool) -> Any:
-    """Return the dimensions of each input that vary: the first if ``dynamic``, else None."""
+    """Return ``dynamic_shapes`` for torch.export: the first dimension of each input varies; None if not ``dynamic``."""
     if not dynamic:
         return None
     batch = torch.export.Dim("batch")

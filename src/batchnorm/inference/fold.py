@@ -52,18 +52,19 @@ def fold(
     traced: bool | None = None,
     forward: network_call.Forward | None = None,
 ) -> nn.Module:
-    """Return the inference network: y = scale * x + shift replaces each BN(x) and is folded into adjacent weights.
+    """Return the inference network: each BN(x) becomes y = scale * x + shift, folded into adjacent weights if possible.
 
-    A layer is folded into the Linear, convolution or transposed convolution that produces its input. If that is not
-    possible, the layer is folded into the layers of these kinds that consume its output. If neither is possible, the
-    layer becomes a fixed affine map, together with the activation after it. The data flow of a real forward pass on
-    ``example``, not the order in which modules were defined, decides which modules are adjacent. Weights are folded in
-    float64, and the outputs for ``example`` are compared with the original's. ``net`` is not changed.
+    A batch normalization is folded into the affine layer (Linear, convolution or transposed convolution) that produces
+    its input. If that is not possible, it is folded into the affine layers that consume its output. If neither is
+    possible, it becomes a fixed affine map, together with the activation after it. A forward pass on ``example`` shows
+    which layers are adjacent; the order in which they were defined does not matter. Weights are folded in float64, and
+    the new network's outputs for ``example`` are compared with the original's. ``net`` is not changed.
 
-    If a module's forward does the normalization itself (a batch normalization subclass with its own forward, a call of
-    ``F.batch_norm``), ``torch.fx`` traces only that forward, and the batch normalization becomes a child of the module.
-    The traced form keeps the values that the module's attributes have now. A forward that assigns to attributes, or
-    changes a tensor or a list that its module holds, is not traced. All other Python code stays the same.
+    Some modules normalize in their own forward: they call ``F.batch_norm``, or they are batch normalization subclasses
+    with their own forward. ``torch.fx`` traces these forwards, and the batch normalization becomes a child of the
+    module. A traced forward uses the values that the module's attributes had during the trace. A forward is not traced
+    if it assigns to attributes, or if it changes a tensor or a list of its module. All other Python code stays the
+    same.
 
     Args:
         net: any network, in either mode; it is folded in evaluation mode.
@@ -82,8 +83,9 @@ def fold(
         UserWarning: if a batch normalization was not folded.
 
     Raises:
-        ValueError: if the outputs differ by more than the tolerance, or with ``traced=True`` if torch.fx cannot trace
-            the network.
+        TypeError: if the network is compiled or data-parallel; pass the network inside it.
+        ValueError: if the network cannot be copied, if the outputs differ by more than the tolerance or, with
+            ``traced=True``, if torch.fx cannot trace the network.
 
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.ReLU())
     >>> folded = fold(net, torch.randn(4, 2))
@@ -110,7 +112,7 @@ def fold_with_report(
     traced: bool | None = None,
     forward: network_call.Forward | None = None,
 ) -> tuple[nn.Module, VerbReport]:
-    """Fold a network as :func:`fold` does, and return the report instead of warning."""
+    """Fold a network as :func:`fold` does, without a warning; return the network and the report."""
     # Trace ``net``, not ``source``: only then does the trace fail if a copy still uses ``net``'s own modules.
     paths = modules_that_normalize(net, trace(net, example, forward, training=False))
     source = _copy(net)
@@ -253,8 +255,8 @@ def _folded_affine(module: nn.Module, plan: FoldPlan, memo: Memo) -> nn.Module:
         weights = fold_after(affine, weights, plan.after[module])
     trained, like = affine.weight.requires_grad, affine.weight.detach()
     if parametrize.is_parametrized(affine):
-        # Do not call remove_parametrizations: it would delete the property from the class, which the user's module
-        # shares.
+        # Do not call remove_parametrizations: it would delete the weight's property from the class, which the
+        # user's module shares.
         affine.__class__ = base_type(affine)  # type: ignore[assignment]
         del affine._modules["parametrizations"]
     affine.weight = nn.Parameter(weights.weight.to(like), requires_grad=trained)
@@ -269,7 +271,7 @@ def _sites(
     kept: dict[nn.Module, str],
     forwards: TracedForwards,
 ) -> Iterator[Site]:
-    """Yield a report entry for each layer, in the order of the modules."""
+    """Yield a report entry for each batch normalization, in the order of the modules."""
     names = {module: name for name, module in net.named_modules()}
     for module, name in names.items():
         # If the forward of a user's layer was traced, report the path of that layer, not of the batch normalization

@@ -19,14 +19,14 @@ from .affine import Map, map_of
 FUNCTIONS = ("batch_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 OWN_FORWARD = "has its own forward"
 LARGER = (
-    "if that dimension were larger, its elements might mix with the features: pass an example in which it is larger"
-    " than 1"
+    "if that dimension were larger, its elements might mix with the features: pass an example in which that"
+    " dimension is larger than 1"
 )
-BY_MINI_BATCH = "it keeps no running statistics and normalizes by the mini-batch in evaluation too"
+BY_MINI_BATCH = "it normalizes by the mini-batch in evaluation too, not by running statistics"
 
 
 class Refusal(Exception):
-    """Report why a batch normalization cannot be folded into some weights."""
+    """Report why a batch normalization cannot be folded into adjacent weights."""
 
 
 @dataclass
@@ -42,7 +42,7 @@ class FoldPlan:
     gone: dict[TorchBatchNorm, list[nn.Module]] = field(default_factory=dict)
     """The layers that are folded, with the modules that absorb their maps."""
     reasons: dict[TorchBatchNorm, str] = field(default_factory=dict)
-    """Why the map of a layer remains."""
+    """Why a layer could not be folded into its producer and, if its map remains, into its consumers."""
 
 
 def make_plan(graph: Graph, layers: list[TorchBatchNorm]) -> FoldPlan:
@@ -90,7 +90,7 @@ def is_scripted_norm(module: nn.Module) -> bool:
 
 
 def functional_norms(graph: Graph) -> list[TracedCall]:
-    """Return the functional calls that normalize data (not weights), one for each module and set of parameters."""
+    """Return the functional batch norms that normalize data (not weights), one per module and set of parameters."""
     calls = [call for call in graph.functions(*FUNCTIONS) if graph.follows_input(call.inputs[0])]
     return list({(call.path, *call.inputs[1:]): call for call in calls}.values())
 
@@ -163,9 +163,9 @@ def _fold_down(graph: Graph, plan: FoldPlan, layer: TorchBatchNorm) -> None:
 
 
 def _source(plan: FoldPlan, graph: Graph, call: TracedCall) -> tuple[TracedCall, list[TracedCall]]:
-    """Return the affine call that produces a layer's input, and the calls between them, which only move elements.
+    """Return the affine call that produces a layer's input, and the calls in between, which only move elements.
 
-    Batch norms that are already folded are skipped.
+    Folded batch norms are skipped. A batch norm that remains also counts as an affine call.
     """
     value: Value = call.argument(0, "input")
     moves: list[TracedCall] = []
@@ -194,7 +194,7 @@ def _source(plan: FoldPlan, graph: Graph, call: TracedCall) -> tuple[TracedCall,
 def _sinks(
     plan: FoldPlan, layer: TorchBatchNorm, value: Value, moves: list[TracedCall]
 ) -> Iterator[tuple[TracedCall, list[TracedCall]]]:
-    """Yield each affine call that consumes a layer's output, with the moving calls in between; refuse other calls."""
+    """Yield each affine call that consumes a layer's output, and the calls in between; refuse other consumers."""
     if value.escapes:
         raise Refusal("its output is an output of the network or is read by untraced code")
     for reader in value.consumers:
@@ -271,8 +271,8 @@ def _feature_pairs(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield pairs of tensors that hold the index of each element's feature before and after the moves.
 
-    The first pair is for the example's shape. In the other pairs, one dimension of size 1 is larger; shapes that the
-    moves do not accept, or that change the features, are left out.
+    The first pair is for the example's shape. In each other pair, one dimension that has size 1 in the example has
+    size 2. Shapes that the moves do not accept, or that change the features, are left out.
     """
     yield _replayed(_numbered(origin, dims), moves), _numbered(target, kept)
     for larger in (d for d, n in enumerate(origin) if n == 1 and d not in dims):
@@ -284,7 +284,7 @@ def _feature_pairs(
 
 
 def _function_of(pairs: Iterator[tuple[Tensor, Tensor]], size: int) -> Tensor:
-    """Return a tensor f with f[inner] == outer everywhere, for all pairs; raise Refusal if there is none."""
+    """Return a tensor f with f[inner] == outer for every pair (inner, outer); raise Refusal if there is no such f."""
     inner, outer = next(pairs)
     if inner.shape != outer.shape:
         raise Refusal("the shapes between it and the adjacent affine layer do not match")

@@ -1,8 +1,7 @@
 """Turn functional batch normalization into modules, so that it can be folded.
 
-torch.fx traces code that does its own normalization (a call of ``F.batch_norm``, a batch normalization subclass with
-its own forward). In the graph, modules replace the calls of ``batch_norm``, ``conv`` and ``linear`` whose parameters
-are fixed.
+torch.fx traces forwards that call ``F.batch_norm``, and batch normalization subclasses with their own forward. In the
+graph, modules replace functional batch norms, convolutions and linear layers whose parameters are fixed.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class TracedForwards(NamedTuple):
     """The paths of modules that now run a traced forward, and the reasons why other modules do not."""
 
     layers: set[str]
-    """Batch normalizations that had their own forward and are now plain modules."""
+    """The paths of batch normalizations that had their own forward; they are now plain ``nn.Module`` objects."""
     modules: list[str]
     refused: dict[str, str]
 
@@ -66,7 +65,7 @@ NOTHING_TRACED = TracedForwards(set(), [], {})
 
 
 def as_graph_module(net: nn.Module) -> fx.GraphModule:
-    """Trace a whole network in evaluation mode and turn each of its functional calls into a separate module."""
+    """Trace a whole network, in evaluation mode, and give each call of a layer (module or function) its own module."""
     try:
         if "forward" in vars(net):
             raise ValueError("its forward was replaced on the instance")
@@ -74,7 +73,8 @@ def as_graph_module(net: nn.Module) -> fx.GraphModule:
             graph = _ForwardTracer(_keeps_its_forward).trace(net)
     except (Exception, Untraceable) as error:
         raise ValueError(
-            f"torch.fx cannot trace the network ({error}); remove traced=True: without it, fold accepts any Python code"
+            f"torch.fx cannot trace the network ({error}); remove traced=True: without it, fold does not trace the"
+            " whole network"
         ) from error
     traced = fx.GraphModule(net, graph)
     seen: set[str] = set()
@@ -370,7 +370,7 @@ def _blank(base: type[nn.Module], name: str, source: str, names: tuple[tuple[str
 
 
 def _equivalent_modules(root: nn.Module, graph: fx.Graph) -> dict[fx.Node, nn.Module]:
-    """Return, for each functional call whose parameters are fixed, a module that computes the same."""
+    """Return, for each functional call whose parameters are fixed, a module that computes the same result."""
     found: dict[fx.Node, nn.Module] = {}
     for node in graph.nodes:
         module = None

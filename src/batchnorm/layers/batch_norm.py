@@ -28,7 +28,7 @@ STATISTICS, WEIGHT, BIAS = 1, 2, 4
 
 
 class BatchNorm(TorchBatchNorm):
-    """Normalize by batch statistics in training and by running averages in evaluation; the base class of the layers."""
+    """The base class: normalize by batch statistics in training, and by running averages in evaluation."""
 
     num_features: int | tuple[int, ...]  # type: ignore[assignment]
     num_batches_skipped: Tensor | None
@@ -240,7 +240,7 @@ class BatchNorm(TorchBatchNorm):
             self.num_batches_tracked.add_(1)
 
     def _factor(self) -> float | None:
-        """Return the momentum or, as in torch.nn, 0 if it is None (cumulative average) and batches are not counted."""
+        """Return the momentum; as in torch.nn, return 0 if the momentum is None and batches are not counted."""
         return 0.0 if self.momentum is None and self.num_batches_tracked is None else self.momentum
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -288,7 +288,7 @@ class BatchNorm(TorchBatchNorm):
         if not (1 in counts if counts else m == 1):
             return False
         if self.on_single == "running":
-            # Ghost itself normalizes its groups of one value by the running statistics, if there are any.
+            # If the layer has running statistics, Ghost itself normalizes groups of one value by them.
             return groups == 1 or self._running() is None
         masked = " with all but one value masked" if counts else ""
         larger = "batch"
@@ -325,7 +325,7 @@ class BatchNorm(TorchBatchNorm):
             skipped.zero_()
 
     def extra_repr(self) -> str:
-        """Return ``torch.nn``'s line, followed by the options that are not at their defaults."""
+        """Return ``torch.nn``'s ``extra_repr``, followed by the options that are not at their defaults."""
         return ", ".join([super().extra_repr(), *self._extras()])  # type: ignore[no-untyped-call]
 
     def _extras(self, *, for_inference: bool = False) -> list[str]:
@@ -458,7 +458,7 @@ class BatchNorm3d(BatchNorm, nn.BatchNorm3d):
 
 
 def path_of(layer: nn.Module) -> str:
-    """Return the layer's path in the running network, found on the call stack, for error messages."""
+    """Describe the layer for error messages: its class and, if its network is on the call stack, its path."""
     kind = type(layer).__name__
     if torch.compiler.is_compiling():
         return kind

@@ -19,8 +19,9 @@ def freeze_(net: nn.Module, *, statistics: bool = True, affine: bool = True) -> 
         affine: stop training gamma and beta.
 
     Raises:
-        ValueError: if the network has ``torch.nn`` layers (convert them first), no batch normalization, layers
-            without running statistics, or parametrized gammas or betas. The network is then unchanged.
+        ValueError: if the network has ``torch.nn`` layers (convert them first) or no batch normalization; with
+            ``statistics``, if a layer has no running statistics; with ``affine``, if a gamma or beta is parametrized.
+            The network is then unchanged.
 
     >>> layer = BatchNorm(3); freeze_(layer); layer.train().frozen_statistics
     True

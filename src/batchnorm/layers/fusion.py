@@ -42,7 +42,7 @@ class Fused(nn.Module):
 
 
 def takes_activation(layer: nn.Module) -> bool:
-    """Return whether a layer can be called with ``residual=`` and ``activation=``: it has no hooks and no activation.
+    """Return whether a residual and an activation can be fused into a layer; it must have no hooks and no activation.
 
     >>> from batchnorm import BatchNorm1d
     >>> takes_activation(BatchNorm1d(2)), takes_activation(BatchNorm1d(2, activation="relu"))

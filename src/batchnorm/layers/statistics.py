@@ -73,7 +73,8 @@ class Ghost:
     differ by at most one. If a group would have only one value per feature, there is one group fewer: ``Ghost(2)``
     splits 5 examples of shape (C,) into groups of 3 and 2. If a mask leaves a group only one value per feature, the
     layer's ``on_single`` applies to that group; masks on a GPU and in compiled code are not checked. The running
-    variance is the paper's average over groups, sum(m_b var_b) / sum(m_b - 1), without groups of fewer than two values.
+    variance is updated with the paper's average over groups, sum(m_b var_b) / sum(m_b - 1). This average leaves out
+    groups of fewer than two values.
 
     Args:
         size: the number of examples in a group, at least 2.

@@ -112,7 +112,7 @@ class Claim(NamedTuple):
 def claims(description: Description) -> tuple[Claim, ...]:
     """Return the paper's statements about the size of its network, each with the number from ``description``.
 
-    No reading of the table in the appendix gives the 13.6 million parameters that Section 4.2 states.
+    Section 4.2 states 13.6 million parameters; the appendix table gives fewer with every ``stem`` and ``projection``.
 
     >>> from .bn_inception.network import inception
     >>> for claim in claims(describe(inception(stem="plain"))): print(claim.computed)

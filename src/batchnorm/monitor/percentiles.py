@@ -39,7 +39,8 @@ class Monitor:
         sinks: objects that also write the records, e.g. :class:`batchnorm.monitor.JSONLines`. They are closed on exit.
 
     Raises:
-        ValueError: if a layer is not in the network, or if ``layers`` is None and no layer is found.
+        ValueError: if a layer is not in the network, if ``layers`` is None and no layer is found, or if ``every``,
+            ``percentiles`` or ``points`` is invalid.
 
     >>> net = nn.Sequential(nn.Linear(4, 3), nn.Sigmoid(), nn.Linear(3, 1))
     >>> with Monitor(net, every=2) as monitor:
@@ -111,7 +112,7 @@ class Monitor:
         return self._keep(Record(step, seen))
 
     def record_gradient_change(self, step: int, loss: Callable[[Any, Any], Tensor], batch: Any, rate: float) -> Record:
-        """Store and return how each layer's gradient changes when only the layers below it take their step.
+        """Store and return how each layer's gradient changes when only the layers below it take their gradient step.
 
         The arguments are those of :func:`batchnorm.monitor.gradient_change`, which runs a forward and backward pass per
         layer.
@@ -175,5 +176,5 @@ def _chosen(net: nn.Module, layers: Sequence[str] | None) -> list[str]:
             )
     for name in layers:
         if name not in names or not name:
-            raise ValueError(f"no layer {name!r} in the network; it has {', '.join(n for n in names if n)}")
+            raise ValueError(f"the network has no layer {name!r}; its layers are {', '.join(n for n in names if n)}")
     return list(layers)

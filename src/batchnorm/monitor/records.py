@@ -12,10 +12,10 @@ from torch import Tensor
 
 
 class Percentiles(NamedTuple):
-    """Hold the percentiles of one nonlinearity's inputs, each of shape (percentiles, units).
+    """The percentiles of one nonlinearity's input, as two tensors of shape (percentiles, units).
 
-    ``z`` has the percentiles of the nonlinearity's input, and ``x`` those of x = Wu, the input before batch
-    normalization. If there is no normalization, ``x`` is ``z``.
+    ``z`` has the percentiles of the nonlinearity's input, and ``x`` has the percentiles of x = Wu, the input of the
+    batch normalization before it. If there is no normalization, ``x`` is ``z``.
 
     Paper: Fig. 1 b, c
     """
@@ -25,7 +25,7 @@ class Percentiles(NamedTuple):
 
 
 class Change(NamedTuple):
-    """Hold how much a layer's gradient changes from g to g': ||g' - g|| / ||g||, and the cosine of their angle.
+    """How much a layer's gradient changes from g to g': ||g' - g|| / ||g||, and the cosine of the angle between them.
 
     Paper: Sec. 2, internal covariate shift
     """
@@ -35,7 +35,7 @@ class Change(NamedTuple):
 
 
 class Record(NamedTuple):
-    """Hold the percentiles or gradient changes, or both, of one step, by layer name.
+    """The percentiles of one step, its gradient changes, or both, by layer name.
 
     Paper: Fig. 1 b, c
     """
@@ -48,9 +48,9 @@ class Record(NamedTuple):
 def percentiles_of(
     values: Tensor, percentiles: Sequence[float], *, unit_dim: int = 1, samples: int = 4096, units: int = 256
 ) -> Tensor:
-    """Return the percentiles of each unit over all other dimensions, shape (percentiles, units), interpolated linearly.
+    """Return linearly interpolated percentiles of each unit over all other dimensions, of shape (percentiles, units).
 
-    At most ``units`` units, and at most ``samples`` values of each unit, are used. They are evenly spaced.
+    The result covers at most ``units`` evenly spaced units, and uses at most ``samples`` evenly spaced values of each.
 
     >>> percentiles_of(torch.tensor([[0.0], [1.0], [2.0]]), (0, 50, 75))
     tensor([[0.0000],
@@ -69,7 +69,7 @@ def percentiles_of(
     below, above = [floor(p) for p in position], [ceil(p) for p in position]
     part = [p - b for p, b in zip(position, below, strict=True)]
     if table.device.type == "cpu":
-        ordered = np.sort(table.numpy(), axis=1)  # several times faster than torch.sort
+        ordered = np.sort(table.numpy(), axis=1)  # faster than torch.sort
         low = ordered[:, below]
         found = low + (ordered[:, above] - low) * np.asarray(part, dtype=np.float32)
         return torch.from_numpy(np.ascontiguousarray(found.T))

@@ -86,7 +86,7 @@ def gradient_change(net: nn.Module, loss: Callable[[Any, Any], Tensor], batch: A
 
     def gradients(values: Mapping[str, Tensor], of: Sequence[str]) -> dict[str, Tensor]:
         leaves = {name: v.detach().requires_grad_(name in of) for name, v in values.items()}
-        # Running averages are updated in copies of the buffers, and each evaluation draws the same random numbers.
+        # Running averages are updated in copies of the buffers, and every call draws the same random numbers.
         buffers = {name: b.clone() for name, b in net.named_buffers()}
         devices = {p.device.index for p in parameters.values() if p.device.type == "cuda"}
         with torch.enable_grad(), torch.random.fork_rng([d for d in devices if d is not None]):

@@ -59,8 +59,8 @@ class Memory:
 class JSONLines:
     """Append one line of JSON per record: ``{"step": 100, "percentiles": {"sigmoid1": {"z": [...], "x": [...]}}}``.
 
-    ``x`` is left out if it is ``z``. Numbers have five significant digits. A run that is resumed or restarted with the
-    same file replaces the file's records from the new run's first step on.
+    ``x`` is left out if it is the same as ``z``. Numbers have five significant digits. A run that is resumed or
+    restarted with the same file replaces the file's records from the new run's first step on.
 
     Args:
         path: the file; its folder is created if needed.
@@ -110,7 +110,7 @@ class JSONLines:
 
 
 class TensorBoard:
-    """Write scalars for TensorBoard: each percentile's mean over a layer's units, and gradient changes.
+    """Write scalars for TensorBoard: each percentile's mean over a layer's units, and relative gradient changes.
 
     Args:
         folder: the folder for the event files.

@@ -39,9 +39,9 @@ def _fuses(module: nn.Module) -> bool:
 
 
 class Taps:
-    """While attached, call ``seen(name, z, x)`` at each call of the chosen layers.
+    """A context manager that calls ``seen(name, z, x)`` at each call of the chosen layers.
 
-    For a nonlinearity, z is its input. For a batch normalization, z is its output before the fused nonlinearity; the
+    For a nonlinearity, z is its input. For a batch normalization, z is its output before any fused nonlinearity; the
     layer runs a second time to compute this output. If z is the output of a batch normalization, x is the input of that
     layer; if not, x is z. A layer's second call in one pass is reported as ``name#2``.
     """
@@ -91,7 +91,7 @@ class Taps:
 
 
 def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return a layer's input, passed by position or by name; None if it has none."""
+    """Return a layer's input, passed by position or by name, or None if the layer was called without arguments."""
     return args[0] if args else kwargs.get("input", next(iter(kwargs.values()), None))
 
 
@@ -125,7 +125,7 @@ def borrowed_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def probing(net: nn.Module) -> Iterator[None]:
-    """Run the network inside the block as in training, with the batch's own statistics, but without side effects.
+    """Inside the block, run the network as in training, with the batch's own statistics, but without side effects.
 
     Only batch and instance normalizations stay in training mode; dropout, for example, does not. Buffers, random
     numbers and modes are restored at the end.

@@ -1,4 +1,4 @@
-"""Algorithm 1 as functions of tensors; functions whose names end in an underscore also update running averages."""
+"""Algorithm 1 of the paper as functions of tensors; a name that ends in an underscore updates running averages."""
 
 from .activation import Activation, as_activation
 from .dispatch import Choice, batch_norm, batch_norm_, explain, normalize, normalize_batch_

@@ -36,7 +36,7 @@ TWO_SLOPES = ("relu", "leaky_relu", "relu6")
 
 
 class Activation(NamedTuple):
-    """Describe a nonlinearity g by its name.
+    """Describe a nonlinearity g by its name and, for leaky_relu, its slope.
 
     Attributes:
         name: one of :data:`batchnorm.ops.activation.NAMES`.
@@ -81,8 +81,8 @@ class Activation(NamedTuple):
 def apply(activation: Activation, z: Tensor) -> Tensor:
     """Return g(z).
 
-    Compiled code calls this function, not the object, because torch.compile would check the object's class in every
-    call.
+    Code that may be compiled calls this function, not the ``Activation`` itself, because torch.compile would check the
+    object's class in every call.
     """
     if activation.name == "leaky_relu":
         return F.leaky_relu(z, activation.slope)
@@ -90,7 +90,6 @@ def apply(activation: Activation, z: Tensor) -> Tensor:
 
 
 IDENTITY = Activation()
-# Create these once, not in every call of as_activation.
 _NAMED = {name: Activation(name) for name in NAMES}
 
 
@@ -102,7 +101,7 @@ def as_activation(spec: str | Activation | nn.Module | None) -> Activation:
 
     Raises:
         TypeError: if ``spec`` has another type.
-        ValueError: for a nonlinearity that cannot be fused.
+        ValueError: if the nonlinearity is unknown or cannot be fused.
 
     >>> as_activation("relu").name, as_activation(nn.LeakyReLU(0.2)).slope, as_activation(None).name
     ('relu', 0.2, 'identity')
@@ -124,7 +123,7 @@ def as_activation(spec: str | Activation | nn.Module | None) -> Activation:
         spec = Activation(spec)
     if not isinstance(spec, Activation):
         raise TypeError(
-            f"activation must be one of {', '.join(NAMES)} or a torch.nn module such as nn.ReLU(), not {spec}"
+            f"activation must be a torch.nn module such as nn.ReLU(), or one of {', '.join(NAMES)}; got {spec}"
         )
     if spec.name not in NAMES:
         raise ValueError(f"activation {spec.name!r} is not one of {', '.join(NAMES)}; call it after the layer instead")

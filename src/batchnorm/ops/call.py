@@ -35,7 +35,7 @@ class Path(Protocol):
     """One implementation of batch normalization; the modules ``composite``, ``cpu`` and ``cuda.autograd`` are paths."""
 
     def refusal(self, call: Call, /) -> str | None:
-        """Return why the path does not support a call; None if it does."""
+        """Return why the path does not support a call, or None if the path supports it."""
 
     def describe(self, call: Call, /) -> str | None:
         """Return how the path computes a call; None if the dispatcher's reason says enough."""
@@ -60,7 +60,7 @@ class Features:
             )
         self.shape, self.dims = x.shape, feature_dims
         self.features = x.shape[1 : 1 + feature_dims]
-        # If each activation of a channels_last input has its own statistics, flattening in memory order needs no copy.
+        # If every element (c, h, w) has its own statistics, a channels_last input can be flattened without a copy.
         self.nhwc = 1 < feature_dims == x.dim() - 1 and not x.is_contiguous() and x.movedim(1, -1).is_contiguous()
 
     def call(
@@ -73,10 +73,11 @@ class Features:
         residual: Tensor | None = None,
         mask: Tensor | None = None,
     ) -> Call:
-        """Check the arguments and return the call in canonical form.
+        """Check the arguments and return a :class:`Call` whose tensors have one feature dimension.
 
         Raises:
-            ValueError: if the shapes do not match.
+            TypeError: if the activation has a wrong type.
+            ValueError: if the shapes do not match, the mask is not bool, or the activation is unknown.
         """
         self.check("gamma", gamma)
         self.check("beta", beta)
@@ -98,7 +99,7 @@ class Features:
         return Call(x, gamma, beta, eps, as_activation(activation), residual, mask)
 
     def check(self, name: str, p: Tensor | None) -> None:
-        """Raise if a parameter or statistic does not have the features' shape."""
+        """Raise ValueError if a parameter or statistic does not have the features' shape."""
         if p is not None and p.shape != self.features:
             raise ValueError(
                 f"{name} has shape {tuple(p.shape)}; expected {tuple(self.features)} for an input of shape"
@@ -126,7 +127,7 @@ class Features:
         return y.reshape(self.shape)
 
     def restore_moments(self, moments: Moments) -> Moments:
-        """Reshape the moments to the features' shape."""
+        """Reshape the mean and the variance to the features' shape."""
         if self.dims == 1:
             return moments
         return Moments(moments.count, self._restore_vector(moments.mean), self._restore_vector(moments.var))

@@ -1,9 +1,9 @@
-"""Compile C and C++ sources with the machine's own compiler, load the result, and cache compiled files.
+"""Compile C and C++ sources with the machine's own compiler, load the libraries, and cache compiled files.
 
-Each source is compiled once, and the resulting library is stored in the user's cache folder. A cached library is
-loaded only if it belongs to the user, nobody else can write to it, and its contents match the digest in its name.
-Nothing is compiled on systems other than Linux, if there is no compiler, or if BATCHNORM_COMPILE=0 is set in the
-environment.
+Compiled libraries are stored in the user's cache folder, so that later processes need not compile them again. A cached
+library is loaded only if it belongs to the user, nobody else can write to it, and its contents match the digest in its
+name. No library is compiled or loaded if the system is not Linux, if there is no compiler, or if the environment
+variable BATCHNORM_COMPILE is 0.
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ class Source(NamedTuple):
     """Describe a source file, how to compile it and how to load the library."""
 
     path: Path
-    language: str  # the language's name in error messages
-    variable: str  # the environment variable with the compiler's command
-    compiler: str  # the command if that variable is not set
+    language: str
+    # The environment variable named `variable` holds the compiler's command; the default is `compiler`.
+    variable: str
+    compiler: str
     flags: tuple[str, ...]
-    libraries: tuple[str, ...]  # flags that come after the source
+    libraries: tuple[str, ...]  # linker flags, which come after the source file
     depends: str  # anything else that the compiled code depends on
     load: Callable[[Path], Any]  # raises OSError, ImportError or AttributeError if the library is damaged
 
@@ -43,8 +44,7 @@ class Source(NamedTuple):
 def built(source: Source) -> tuple[Any, str | None]:
     """Compile the library unless it is cached, and load it.
 
-    Returns the library and, if it could not be cached, the reason (else None). Only this process can use a library that
-    is not cached.
+    Returns the library and the reason why it could not be cached; the reason is None if the library is in the cache.
 
     Raises:
         Unavailable: if the source cannot be compiled or the library cannot be loaded.
@@ -70,7 +70,7 @@ def built(source: Source) -> tuple[Any, str | None]:
 
 
 def cached(source: Source) -> Any:
-    """Load the library if it is in the cache, or return None.
+    """Load the library from the cache, or return None if it is not there.
 
     Raises:
         Unavailable: if the source cannot be compiled on this machine, or an earlier attempt to compile it failed.
@@ -87,7 +87,7 @@ def cached(source: Source) -> Any:
 
 
 def kept(name: str, depends: object, make: Callable[[], bytes]) -> bytes:
-    """Return a compiled file's contents from the cache folder; if it is not there, call ``make`` and cache the result.
+    """Return a file's contents from the cache folder; if the file is not there, call ``make`` and cache the result.
 
     ``depends`` describes everything that the contents depend on.
     """
@@ -182,7 +182,7 @@ def _cached(source: Source, folder: Path, command: list[str]) -> Any:
     for path in sorted(folder.glob(f"{source.path.stem}-{key}-*.so")):
         try:
             _check_private(path)
-            # Loading a truncated library would crash the process.
+            # Compare the digests first, because loading a truncated library can crash the process.
             if path.name == _named(source.path.stem, key, path.read_bytes()):
                 return source.load(path)
         except (OSError, AttributeError, ImportError):
@@ -225,7 +225,7 @@ def _run(command: list[str]) -> None:
 
 
 def stop() -> None:
-    """Kill the running compilers, after a timeout or when the process exits."""
+    """Kill all running compilers; called after a timeout and when the process exits."""
     for process in list(_running):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -1,6 +1,6 @@
 """Algorithm 1 in plain torch operations, for every transform, layout and device; the other paths are faster.
 
-Autograd, forward mode, ``torch.func`` and ``torch.compile`` can all differentiate these operations.
+These operations work with autograd, forward-mode differentiation, ``torch.func`` and ``torch.compile``.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def scale_and_shift(call: Call, centred: Tensor, var: Tensor) -> Tensor:
 def finish(call: Call, z: Tensor) -> Tensor:
     """Add the residual, apply the nonlinearity, zero masked positions and cast to the input's dtype."""
     if call.residual is not None:
-        # Mask the residual too: its padding may hold NaN, and the activation's gradient there would be 0 * NaN.
+        # Mask the residual too: if it is NaN at a masked position, the activation's gradient there would be 0 * NaN.
         residual = call.residual if call.mask is None else torch.where(call.mask, call.residual, 0)
         z = z + residual.to(z.dtype)
     y = apply(call.activation, z)

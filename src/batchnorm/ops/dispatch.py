@@ -1,4 +1,4 @@
-"""The public batch normalization functions: each builds a Call, chooses the fastest correct path and runs it."""
+"""The public batch normalization functions, which choose the fastest correct path for a call and run it."""
 
 from __future__ import annotations
 
@@ -65,8 +65,9 @@ def batch_norm(
         mask: bool, of shape (N, *locations): False leaves a position out of the statistics and makes its output 0.
 
     Raises:
-        TypeError: if ``x`` has a complex or integer dtype.
-        ValueError: if the shapes do not match.
+        TypeError: if ``x`` has a complex, integer or bool dtype, or ``activation`` has a wrong type.
+        ValueError: if the shapes do not match, ``feature_dims`` is out of range, the mask is not bool, or the
+            activation is unknown.
 
     >>> y, moments = batch_norm(torch.tensor([[1.0], [3.0]]), eps=0.0)
     >>> y.flatten(), moments.mean, moments.var
@@ -223,7 +224,7 @@ def explain(
 ) -> Choice:
     """Return which path :func:`batch_norm` takes for these arguments, and why.
 
-    The arguments are those of :func:`batch_norm`.
+    The arguments are those of :func:`batch_norm`, without ``eps``.
 
     >>> explain(torch.randn(8, 3)).path
     'cpu'
@@ -241,8 +242,8 @@ def choose(call: Call) -> Choice:
     if not FAST:
         return Choice("composite", "BATCHNORM_FAST=0 disables every fast path")
     if torch.compiler.is_compiling():
-        # The compiler fuses plain operations. On CUDA, no tensor size was found at which the result is faster than the
-        # fused kernels (docs/compile.md).
+        # The compiler fuses plain operations. On CUDA, no tensor size was found at which the compiled code is faster
+        # than the fused kernels (docs/compile.md).
         if x.device.type != "cuda":
             return Choice("composite", "torch.compile fuses plain operations itself")
     elif is_transformed():
@@ -256,6 +257,6 @@ def choose(call: Call) -> Choice:
     if x.numel() == 0:
         return Choice("composite", "the batch is empty")
     if x.device.type not in ("cpu", "cuda"):
-        return Choice("composite", f"no faster path for {x.device.type} tensors")
+        return Choice("composite", f"there is no faster path for {x.device.type} tensors")
     refused = PATHS[x.device.type].refusal(call)
     return Choice(x.device.type, "this path supports the tensor") if refused is None else Choice("composite", refused)

@@ -35,7 +35,7 @@ class Moments(NamedTuple):
 
 
 def statistics_dtype(x: Tensor) -> torch.dtype:
-    """Return the dtype for the statistics of ``x``: at least float32."""
+    """Return the dtype for the statistics of ``x``: float64 if ``x`` is float64, else float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -81,7 +81,7 @@ def batch_moments(
 
 
 def merge(parts: Moments) -> Moments:
-    """Merge moments stacked along their first dimension into the moments of all samples together.
+    """Merge moments, stacked along their first dimension, into the moments of all samples together.
 
     The results are m = sum(m_b), mean = sum(m_b mean_b) / m and var = sum(m_b (var_b + (mean_b - mean)^2)) / m. Empty
     parts (count 0) are ignored, even if their mean or variance is NaN.
@@ -130,7 +130,9 @@ class AveragedMoments:
 
 
 class MomentAccumulator:
-    """Average the moments of mini-batches. Batches are merged in chunks, so :meth:`add` is cheap.
+    """Average the moments of mini-batches.
+
+    Batches are merged in chunks, so :meth:`add` is cheap.
 
     Args:
         unbiased: whether the added variances are the unbiased m/(m-1) sigma_B^2, as in the layers' running averages.
@@ -157,7 +159,7 @@ class MomentAccumulator:
             self._merge_pending()
 
     def averages(self) -> AveragedMoments | None:
-        """Return the averages over all non-empty mini-batches; None if there were none."""
+        """Return the averages over all non-empty mini-batches, or None if no such batch was added."""
         if self._pending:
             self._merge_pending()
         return self._averages
@@ -177,7 +179,7 @@ class MomentAccumulator:
 
 
 def merge_averages(parts: Iterable[AveragedMoments | None]) -> AveragedMoments | None:
-    """Merge averages over different mini-batches, for example of several ranks; return None if all of them are None."""
+    """Merge averages over different mini-batches, for example from several ranks; return None if all parts are None."""
     present = [part for part in parts if part is not None]
     if len(present) < 2:
         return present[0] if present else None

@@ -1,7 +1,7 @@
 """Save memory in training: recompute outputs in the backward pass instead of keeping them.
 
-While :func:`recompute` is active, autograd calls a hook for each tensor that it saves. If the tensor is the output of a
-batch normalization or of a concatenation, the hook saves a recipe (:class:`Recomputed`) instead of the tensor.
+While :func:`recompute` is active, autograd calls a hook for each tensor that it saves. If the tensor is an output of a
+batch normalization or a concatenation that can be recomputed, the hook saves a recipe (:class:`Recomputed`) instead.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def recompute() -> Iterator[None]:
     """Recompute batch normalization outputs in the backward pass instead of keeping them.
 
     Use this context manager around a forward pass. For conv-BN-ReLU-conv, autograd then keeps only BN's input x,
-    instead of x and the second convolution's input. The backward pass recomputes that input once, from x and the
-    batch's statistics. The result is the same bit for bit, so gradients do not change, and running averages are not
-    updated again. Concatenations are recomputed from their parts.
+    instead of x and the second convolution's input. The backward pass recomputes that input from x. The result is the
+    same bit for bit, so gradients do not change. Running averages are not updated again. Concatenations are recomputed
+    from their parts.
 
     Some tensors are kept as usual:
 
@@ -84,7 +84,7 @@ def is_active() -> bool:
 
 
 class Recomputed:
-    """Recompute a tensor once per backward pass, however many operations read it."""
+    """Recompute a tensor in the backward pass, and share it among the operations that read it."""
 
     def __init__(self, y: Tensor, again: Callable[..., Tensor], sources: list[Kept | None]) -> None:
         self.again, self.sources = again, sources
@@ -94,7 +94,7 @@ class Recomputed:
         self.value: tuple[Tensor, object] | None = None
 
     def read(self, counted: bool) -> Tensor:
-        """Return the tensor; hold it until every counted :class:`Kept` has read it, or until the backward pass ends."""
+        """Return the tensor; hold it until all operations that saved it have read it, or the backward pass ends."""
         value = self.value[0] if self.value is not None and self.value[1] == _stream(self.value[0]) else self.compute()
         if is_recomputation():
             self.left -= counted
@@ -153,8 +153,8 @@ class Kept:
         if t._version != self.version:
             raise RuntimeError(
                 f"the backward pass needs a tensor of shape {tuple(t.shape)} ({t.dtype}) that was changed in place"
-                " after the forward pass: change a copy of it (x = x + 1 instead of x += 1), or run the forward pass"
-                " without recompute()"
+                " after the forward pass: change a copy of it (x = x + 1 instead of x += 1), or try the forward pass"
+                " without recompute(), because autograd then saves other tensors"
             )
         return t
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 class Algorithm1(NamedTuple):
-    """Hold every quantity that Algorithm 1 names.
+    """Hold every quantity that Algorithm 1 computes.
 
     Paper: Alg. 1
     """

@@ -5,6 +5,7 @@ The rules:
 - The running variance averages the unbiased estimate m/(m-1) sigma_B^2.
 - ``momentum=None`` computes the cumulative average.
 - A batch with non-finite moments only increments the count of skipped batches.
+- A batch with fewer than two values per feature has no unbiased variance and changes nothing.
 - A forward pass that runs again inside a backward pass (activation checkpointing) changes nothing. The operator
   ``update_running_`` checks this when it runs, not when it is traced, so the rule also holds for compiled code.
 """
@@ -62,7 +63,7 @@ def update_(running: Kept, moments: Moments, momentum: float | None, *, plain: b
     Paper: Sec. 3.1, moving averages
     """
     if plain:
-        # Calling an operator takes longer than updating 100 features.
+        # Do not use the operator: with few features, calling it would take longer than the update.
         _update_cpu(*running, *moments, momentum)
         return
     new = (moments.count.detach(), moments.mean.detach(), moments.var.detach())
@@ -93,7 +94,7 @@ def _update(
         return
     usable = mean.isfinite().all() & var.isfinite().all() & (count > 1)
     num_batches.add_(usable)
-    # A batch with fewer than two unmasked values has no unbiased variance. It is ignored, but not counted as skipped.
+    # A batch with fewer than two values per feature has no unbiased variance. It is ignored but not counted as skipped.
     num_skipped.add_(~usable & (count > 1))
     factor = momentum if momentum is not None else 1 / num_batches.to(mean.dtype)
     unbiased = Moments(count, mean, var).unbiased_var

@@ -1,4 +1,4 @@
-"""Insert batch normalization into a network (N to N_tr in Algorithm 2), or replace its existing batch normalization."""
+"""Insert batch normalization into a network, as in Algorithm 2, or replace its existing batch normalization."""
 
 from .convert import convert
 from .insert import insert

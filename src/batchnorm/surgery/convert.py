@@ -55,18 +55,19 @@ def convert(
     float32. Other batch normalizations (subclasses, layers with a patched forward or a parametrization) are not
     converted, and the report says why. The report also lists calls of ``F.batch_norm``.
 
-    An activation, and a sum with a tensor of the same shape, are fused into the call of the layer before them. They may
-    be modules, functions, methods or operators, in place or not. Each module whose forward contains such a pattern is
-    traced with ``torch.fx``, with its children as leaves, and becomes an instance of a generated subclass of its class.
-    The new forward runs if everything that the trace depended on is unchanged: mode, arguments other than tensors, the
-    results of checks such as ``x.dim() == 3``, attributes, hooks. If anything has changed, the original forward runs.
+    If a layer's output goes to an activation, or is added to a tensor of the same shape, the activation and the sum are
+    fused into the call of the layer. They may be modules, functions, methods or operators, in place or not. A module
+    whose forward contains such a pattern is traced with ``torch.fx`` in each mode, and becomes an instance of a
+    generated subclass of its class. In each call, the new forward checks that everything that the trace depended on is
+    unchanged: arguments other than tensors, the results of checks such as ``x.dim() == 3``, attributes, and hooks. If
+    anything has changed, the original forward runs.
 
-    Outputs and running statistics are compared with the original's on ``example``, in both modes, and gradients on its
-    first three rows. ``net`` is not changed. :func:`revert` undoes the conversion.
+    The result is compared with the original on ``example``: outputs, running statistics and gradients (if possible, on
+    the first three rows only). ``net`` is not changed. :func:`revert` undoes the conversion.
 
-    A trace cannot see changes of Python globals and classes, ``print`` and other side effects, calls of ``type(x)``, or
-    random numbers from generators other than the global ones of ``random``, NumPy and torch. Use ``rewrite=False`` for
-    networks whose forwards depend on these.
+    A trace does not notice changes to Python globals or classes, side effects such as ``print``, calls of ``type(x)``,
+    or random numbers from a generator of the user's own. Use ``rewrite=False`` for networks whose forwards depend on
+    any of these.
 
     Args:
         net: any network.
@@ -77,14 +78,15 @@ def convert(
             layer and nothing else refers to the layer or the activation. The network's code must then not call the
             children of such a ``Sequential`` one by one.
         statistics: how every layer computes its training statistics: ``Sync()``, ``Ghost(size)`` or ``Renorm()``; None
-            keeps each layer's own way.
+            keeps each layer's own setting.
 
     Returns:
         The network, with a ``report`` that says how many layers are fused, what was done with each layer, and why some
         layers are not fused.
 
     Raises:
-        ValueError: if the converted network computes different results.
+        TypeError: if ``statistics`` is not a value such as ``Sync()``, or if the network is compiled or data-parallel.
+        ValueError: if the network cannot be copied, or if the converted network computes different results.
 
     >>> import torch
     >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
@@ -102,8 +104,8 @@ def convert(
         layers, refused = _convertible(net, graphs[0])
         fused, unfused = activations_after(net, graphs, [m for m in layers if _has_room(m, graphs)])
         if rewrite:
-            # The user's code may call or replace single children of a Sequential. A rewritten forward stays correct
-            # then, but a fused activation module would not.
+            # The user's code may call or replace single children of a Sequential. Then a rewritten forward stays
+            # correct, but a fused activation module would be wrong.
             fused = {}
         makers: dict[nn.Module, Any] = {
             layer: partial(_ours, layer, kind, as_activation(fused.get(layer))) for layer, kind in layers.items()

@@ -68,7 +68,7 @@ def count(graph: Graph, fused: Fusions) -> Count:
             if producer is not None and isinstance(producer.module, TorchBatchNorm):
                 found.activation.add(producer.module)
             elif producer is not None and call.inputs[0].sole_consumer is call:
-                # If both summands are BN outputs, count only one layer, because the other's output is its residual.
+                # If both summands are BN outputs, count only one of them, because the other is the residual.
                 norms = list(_summands(producer))
                 found.activation.update([*(m for m in norms if m in fused), *reversed(norms)][:1])
     for call in graph.calls:

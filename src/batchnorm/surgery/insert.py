@@ -1,4 +1,4 @@
-"""Insert batch normalization into a network: N to N_tr in Algorithm 2."""
+"""Insert batch normalization into a network, as Algorithm 2 turns N into N_tr."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def insert(
     """Return the network with a batch normalization between each affine layer and the nonlinearity that it feeds.
 
     z = g(Wu + b) becomes z = g(BN(Wu)). A small container, :class:`~batchnorm.layers.normalized.Normalized`, replaces
-    the Linear, convolution or transposed convolution and contains both that layer and the new one. The state-dict entry
+    the Linear, convolution or transposed convolution, and contains it and the batch normalization. The state-dict entry
     ``conv.weight`` becomes ``conv.affine.weight``, and the new entries are ``conv.norm.*``. This also works if the
     nonlinearity is a function, or if there are sums, concatenations or pools between the affine layer and the
     nonlinearity. The bias is dropped, because subtracting the mean would cancel it. Layers that feed no nonlinearity,
@@ -49,8 +49,9 @@ def insert(
     Args:
         net: any network.
         example: a batch; a copy of the network runs on it in evaluation mode and, if possible, in training mode.
-        where: the layers to normalize instead of the default layers: names, or a predicate of name and module. The
-            layers must be affine layers or, with ``placement="after"``, activation modules.
+        where: the layers to normalize instead of the default layers: a list of names, or a function of a name and a
+            module that returns True for these layers. They must be affine layers or, with ``placement="after"``,
+            activation modules.
         init: "unit" sets gamma = 1 and beta = 0. "identity" computes E[x] and Var[x] from ``batches`` and sets gamma =
             sqrt(Var[x] + eps) and beta = E[x], so that the outputs in evaluation mode do not change.
         batches: the batches for "identity".
@@ -62,12 +63,13 @@ def insert(
             inputs.
 
     Returns:
-        The network, with a ``report`` that says for each affine layer whether batch normalization was inserted, and if
-        not, why.
+        The network, with a ``report`` that says for each candidate layer whether batch normalization was inserted and,
+        if not, why.
 
     Raises:
-        ValueError: if ``where`` names a layer that cannot be normalized; if "identity" has no batches; or if the
-            network with "identity" computes different results.
+        ValueError: if ``init`` or ``placement`` is unknown, if ``where`` names a layer that cannot be normalized, if
+            ``batches`` is missing or does not reach a layer, or if the network with "identity" computes different
+            results.
 
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.Sigmoid(), nn.Linear(8, 2))
     >>> normalized = insert(net, torch.randn(2, 4))

@@ -1,4 +1,4 @@
-"""Find the layers after which batch normalization can be inserted: affine layers that feed a nonlinearity."""
+"""Find the layers after which batch normalization can be inserted: affine layers, or nonlinearities that they feed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ..graph import Graph, TracedCall, Value
 from ..graph.kinds import HANDING_ON, MOVING, NONLINEAR, Affine, Convolution, Transposed, is_affine, plain_name
 
 FUNCTIONAL = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-# In evaluation mode without hooks, these modules pass their children's weights to a fused function instead of calling
-# the children.
+# In evaluation mode, these modules may pass their children's weights to a fused function instead of calling the
+# children.
 BYPASSING = (nn.TransformerEncoderLayer,)
 SCALING = frozenset({"mul", "div", "truediv", "multiply", "divide"})
 # Calls after which the features may be in another dimension. Shuffles leave them in dimension 1.
@@ -26,7 +26,7 @@ REARRANGING -= {"pixelshuffle", "pixelunshuffle", "channelshuffle"}
 
 @dataclass(eq=False)
 class Place:
-    """A module whose output may be normalized.
+    """A module whose output is a candidate for normalization.
 
     Paper: Alg. 2, "subset of activations"
     """
@@ -59,11 +59,11 @@ class Place:
 
 
 class Candidate(NamedTuple):
-    """An output that ``insert`` may normalize."""
+    """An output that ``insert`` could normalize."""
 
-    place: Place | None  # None if it can never be chosen
-    site: Site  # its entry in the report if it is not chosen
-    default: bool = False  # whether it is chosen without ``where``
+    place: Place | None  # None if the output can never be chosen
+    site: Site  # the entry in the report if the output is not chosen
+    default: bool = False  # whether the output is chosen if ``where`` is None
 
 
 class Reach(NamedTuple):
@@ -75,7 +75,7 @@ class Reach(NamedTuple):
 
 
 def reach(values: list[Value]) -> Reach:
-    """Follow values through sums, concatenations, pools and reshapes to the first calls of any other kind.
+    """Follow values through calls such as sums, concatenations, pools and reshapes to the first other calls.
 
     >>> import torch
     >>> from batchnorm.graph import trace
@@ -150,7 +150,7 @@ def affine_places(net: nn.Module, graphs: list[Graph]) -> Iterator[Candidate]:
 
 
 def activation_places(net: nn.Module, graphs: list[Graph]) -> Iterator[Candidate]:
-    """Yield each nonlinearity that an affine layer feeds; batch normalization can be inserted after it."""
+    """Yield each nonlinearity that an affine layer feeds, as a candidate for batch normalization after it."""
     graph = graphs[-1]
     fed: dict[TracedCall, list[tuple[nn.Module, int | None]]] = {}
     for call in graph.calls:
@@ -198,7 +198,7 @@ def _nonlinearities_fed_by(affine: TracedCall) -> Iterator[tuple[TracedCall, int
 
 
 def _dims_after(call: TracedCall, value: Value, dim: int | None) -> list[int | None]:
-    """Return, for each output of a call, the dimension of the features, which are in dimension ``dim`` of the input."""
+    """Return the dimension of the features in each output of a call, given their input dimension; None if unknown."""
     unknown: list[int | None] = [None] * len(call.outputs)
     if dim is None:
         return unknown

@@ -37,8 +37,8 @@ def revert(net: nn.Module, example: Any = None, *, forward: network_call.Forward
             inputs.
 
     Raises:
-        ValueError: if the outputs differ, or if ``torch.nn`` has no equivalent for a layer (Ghost, Renorm, statistics
-            per activation, frozen statistics, ``on_single``, a residual or a mask in the call).
+        ValueError: if the outputs differ, or if ``torch.nn`` has no equivalent for a layer (for example with Ghost,
+            Renorm, statistics per activation, frozen statistics, ``on_single``, a residual or a mask).
 
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU())
     >>> import torch, batchnorm as bn
@@ -98,7 +98,7 @@ def _theirs(layer: BatchNorm, with_activation: bool, memo: Memo) -> nn.Module:
     for name in ("running_mean", "running_var"):
         buffer = new._buffers[name]
         if buffer is not None and new.weight is not None:
-            # This library keeps statistics in at least float32, torch.nn in the weight's dtype.
+            # This library keeps statistics in at least float32; torch.nn keeps them in the weight's dtype.
             new._buffers[name] = buffer.to(new.weight.dtype)
     if layer.activation.name == "identity" or not with_activation:
         return new

@@ -35,7 +35,7 @@ def verify_conversion(
 ) -> float:
     """Compare outputs, gradients and outputs under autocast, in each mode, and return the outputs' relative error.
 
-    ``step`` is called with a description of each of the ``1 + 2 * modes`` comparisons, before it starts.
+    Before each of the ``1 + 2 * modes`` comparisons, ``step`` is called with a description of the comparison.
     """
     with despite_global_hooks():
         step("comparing outputs")
@@ -81,7 +81,7 @@ def _compare_gradients(old: nn.Module, new: nn.Module, example: Any, forward: Fo
 
 
 def _first_rows(example: Any) -> Any:
-    """Return the example with only the first ROWS rows of each tensor that is as long as its first tensor."""
+    """Return the example with only the first ROWS rows of each tensor that is as long as the example's first tensor."""
     rows = next((len(t) for t in network_call.tensors_in(example) if t.dim()), 0)
     return network_call.map_tensors(example, lambda t: t[:ROWS] if t.dim() and len(t) == rows else t)
 

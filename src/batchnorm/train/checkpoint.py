@@ -1,8 +1,8 @@
 """Checkpoints, written atomically and verified when read.
 
-A checkpoint is a folder ``step-000001234`` of three files: ``model.safetensors`` (parameters and buffers), ``state.pt``
-(optimizer, position, counters; loadable with ``weights_only=True``) and ``manifest.json`` (size and SHA-256 of the
-other two files).
+A checkpoint is a folder such as ``step-000001234`` with three files: ``model.safetensors`` (parameters and buffers),
+``state.pt`` (all other data, such as the optimizer's; loadable with ``weights_only=True``) and ``manifest.json`` (the
+step, and the size and SHA-256 of the other two files).
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class Checkpoint(NamedTuple):
 
 
 def save(folder: Path, step: int, model: dict[str, Tensor], state: dict[str, Any]) -> Path:
-    """Write a checkpoint atomically and remove old ones.
+    """Write a checkpoint atomically, and remove all checkpoints except the two newest.
 
-    A crash leaves a complete checkpoint or none. The two newest checkpoints are kept.
+    A crash while writing leaves no incomplete checkpoint.
 
     Args:
         folder: the folder of the run's checkpoints; created if missing.
@@ -62,7 +62,7 @@ def save(folder: Path, step: int, model: dict[str, Tensor], state: dict[str, Any
     final, temporary = folder / f"step-{step:09d}", folder / f".writing-{step:09d}"
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
-    # safetensors rejects views and tensors that share memory, so copy every tensor.
+    # safetensors rejects non-contiguous tensors and tensors that share memory, so copy every tensor.
     tensors = {k: v.detach().cpu().clone(memory_format=torch.contiguous_format) for k, v in model.items()}
     pickled = io.BytesIO()
     torch.save(state, pickled)
@@ -77,7 +77,7 @@ def save(folder: Path, step: int, model: dict[str, Tensor], state: dict[str, Any
         for name, content in contents.items():
             write_atomically(temporary / name, content)
         sync(temporary)
-        if final.exists():  # an unreadable checkpoint that a resumed run skipped
+        if final.exists():  # for example, a damaged checkpoint that a resumed run skipped
             shutil.rmtree(final)
         os.rename(temporary, final)
     except BaseException:
@@ -130,7 +130,7 @@ def load(path: Path) -> Checkpoint:
         if expected.get("bytes") != actual["bytes"]:
             raise CheckpointError(f"{path}: {name} has {actual['bytes']} bytes instead of {expected.get('bytes')}")
         if expected.get("sha256") != actual["sha256"]:
-            raise CheckpointError(f"{path}: {name} was modified after it was written (its SHA-256 differs)")
+            raise CheckpointError(f"{path}: {name} was modified: its SHA-256 is not the one in manifest.json")
     try:
         model = safetensors.load_file(path / "model.safetensors")
         with zipfile.ZipFile(path / "state.pt") as file:
@@ -157,20 +157,20 @@ def weights_digest(folder: Path) -> str | None:
 
 
 def _manifest(path: Path) -> tuple[int, dict[str, dict[str, Any]]]:
-    """Return the step and, by file name, the size and SHA-256 of each file."""
+    """Return the step in a manifest, and a dict from each file's name to its size and SHA-256."""
     try:
         manifest = read_json(path / "manifest.json")
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: no readable manifest.json ({error}); this is not a checkpoint") from error
+        raise CheckpointError(f"{path} cannot be used: it has no readable manifest.json ({error})") from error
     if manifest.get("format") != FORMAT:
         found = manifest.get("format")
         raise CheckpointError(
-            f"{path}: its format is {found!r:.80}, not {FORMAT!r}; it was written by another version of batchnorm"
+            f"{path}: its format is {found!r:.80}, not {FORMAT!r}; perhaps another version of batchnorm wrote it"
         )
     step, known = manifest.get("step"), manifest.get("files")
     files = {name: known.get(name) if isinstance(known, dict) else None for name in ("model.safetensors", "state.pt")}
     if not isinstance(step, int) or step < 0 or not all(isinstance(file, dict) for file in files.values()):
-        raise CheckpointError(f"{path}: manifest.json lacks the step, or the size and SHA-256 of a file")
+        raise CheckpointError(f"{path}: manifest.json has no valid step, or lacks the size and SHA-256 of a file")
     return step, files  # type: ignore[return-value]
 
 

@@ -32,7 +32,7 @@ class Ranks:
     world_size: int = 1
     device: torch.device = CPU
     control: distributed.ProcessGroup | None = None
-    """with NCCL, a second group that communicates on the CPU"""
+    """with NCCL, a second process group, which communicates on the CPU; otherwise None"""
 
     @property
     def main(self) -> bool:
@@ -61,8 +61,8 @@ class Ranks:
     def average_statistics_(self, net: nn.Module) -> None:
         """Replace each running average by its mean over the ranks.
 
-        DistributedDataParallel would copy rank 0's averages to all ranks instead. One all-reduce averages all layers
-        together. Layers with ``Sync()``, ``nn.SyncBatchNorm`` or frozen statistics are skipped.
+        By default, DistributedDataParallel copies rank 0's averages to all ranks instead. One all-reduce averages all
+        layers together. ``nn.SyncBatchNorm`` layers, and layers with ``Sync()`` or frozen statistics, are skipped.
         """
         if self.world_size == 1:
             return
@@ -71,7 +71,7 @@ class Ranks:
             for m in net.modules()
             if isinstance(m, TorchBatchNorm)
             and not isinstance(m, nn.SyncBatchNorm)
-            and getattr(m, "statistics", None) != Sync()  # without a group, the statistics are those of all ranks
+            and getattr(m, "statistics", None) != Sync()  # Sync() without a group already uses all ranks
             and not getattr(m, "frozen_statistics", False)  # equal on all ranks; averaging could change the last bit
         ]
         running = [b for m in layers for b in (m.running_mean, m.running_var) if b is not None]
@@ -85,7 +85,7 @@ class Ranks:
 
 
 def find_device(name: str) -> torch.device:
-    """Return the device with this name: "cpu", "cuda", or "auto" for a GPU if there is one.
+    """Return the device with this name: "cpu", "cuda", or "auto" (a GPU if there is one, else the CPU).
 
     Raises:
         ValueError: if the name is unknown, or if it is "cuda" and there is no GPU.
@@ -108,10 +108,11 @@ def ranks(device: str = "auto") -> Iterator[Ranks]:
     """Join the processes that ``torchrun`` started, or run as a single process.
 
     Args:
-        device: "cpu", "cuda", or "auto" for a GPU if there is one. Each rank on a machine takes its own GPU.
+        device: "cpu", "cuda", or "auto" (a GPU if there is one, else the CPU). On GPUs, each rank takes its own GPU.
 
     Raises:
-        ValueError: if the device is "cuda" and this machine has no GPU, or if it has too few GPUs for its ranks.
+        ValueError: if the device is unknown, if it is "cuda" and there is no GPU, or if this machine has fewer GPUs
+            than ranks.
 
     >>> with ranks("cpu") as alone: print(alone.rank, alone.world_size)
     0 1
@@ -120,8 +121,8 @@ def ranks(device: str = "auto") -> Iterator[Ranks]:
     world_size, local = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
     if cuda and local >= torch.cuda.device_count():
         raise ValueError(
-            f"local rank {local} needs its own GPU, but this machine has only {torch.cuda.device_count()}: start fewer"
-            " ranks"
+            f"local rank {local} needs its own GPU, but this machine has only {torch.cuda.device_count()} GPUs:"
+            " start fewer ranks"
         )
     place = torch.device("cuda", local) if cuda else CPU
     if cuda:

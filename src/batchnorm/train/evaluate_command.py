@@ -1,4 +1,4 @@
-"""``batchnorm evaluate``: score finished runs, and the mean of their predictions, on one or many crops."""
+"""``batchnorm evaluate``: score finished runs, and the mean of their predictions, on one or many crops per image."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def evaluate(
         data: folder with val/CLASS/*.jpg or with val-*.tar.
         crops: crops per image: 1 (centre), 10, or 144 (4 scales x 3 squares x 6 crops x 2 mirrors).
         split: the split of the data to score.
-        device: cpu, cuda, or auto.
+        device: cpu, cuda, or auto (a GPU if there is one).
         batch_size: crops per forward pass.
         workers: processes per rank that decode images.
         out: JSON file for the result.
@@ -44,7 +44,7 @@ def evaluate(
 
     Raises:
         FileNotFoundError: if a run or the data is not found.
-        ValueError: if a run does not fit the data or the other runs.
+        ValueError: if an option is invalid, a run cannot be loaded, or a run does not fit the data or the other runs.
 
     Paper: Sec. 4.2.3; Fig. 4
     """

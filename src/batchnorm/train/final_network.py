@@ -20,14 +20,14 @@ def population_network(
 ) -> nn.Module:
     """Return a copy of the network with population statistics in place of its running averages.
 
-    A network without batch normalization, or with frozen statistics, is only copied. Every rank must call this
-    function.
+    A network without batch normalization, or whose statistics are all frozen, is only copied. Every rank must call
+    this function.
 
     Args:
         net: the trained network.
         batches: training data; the first ``count`` batches of ``epoch`` are used, augmented as in training.
         augment: the training augmentation, on the network's device.
-        epoch: an epoch that training has not used, so that its order and crops are new.
+        epoch: an epoch that training has not used, so that its random crops are new.
         seed: seed of the augmentation.
         count: number of batches.
         bf16: run the network under autocast to bfloat16, as in training.
@@ -43,9 +43,10 @@ def population_network(
 
 
 def folded_network(net: nn.Module, size: int) -> nn.Module:
-    """Fold the network's batch normalization into its weights and return the result on the same device.
+    """Return the network with its batch normalization folded into its weights, on the same device.
 
-    The network is folded and checked on the CPU, because a GPU's reduced precision could hide a mistake.
+    The network is folded and checked on the CPU, because a GPU's reduced precision could hide a mistake. A network
+    without batch normalization is returned as it is.
 
     Args:
         net: a network with population statistics.

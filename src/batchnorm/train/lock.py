@@ -19,10 +19,10 @@ LOCK_FILE = "train.lock"
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other processes out of a run's folder while the block runs.
+    """Keep other processes from training in a run's folder inside the ``with`` block.
 
-    The operating system releases the lock however the process ends, so a killed run can be resumed at once. A network
-    file system may not lock reliably.
+    The operating system releases the lock however the process ends, so a killed run can be resumed at once. Locks may
+    be unreliable on a network file system.
 
     Args:
         folder: the run's folder. A missing folder is created, and removed at the end if it is still empty.

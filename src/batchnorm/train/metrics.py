@@ -129,7 +129,7 @@ class Logger:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a metrics file, except a last line that is still being written.
+    """Return the records of a metrics file; an incomplete last line, which is still being written, is left out.
 
     Raises:
         ValueError: if a line is not a record; the message names the file and the line.
@@ -139,7 +139,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def curve(records: Iterable[dict[str, Any]]) -> list[tuple[int, float]]:
-    """Return a run's curve in Figure 2: its points (step, top-1 validation accuracy), in order.
+    """Return a run's curve, as in Figure 2: the points (step, top-1 validation accuracy), in order.
 
     >>> curve([{"step": 5, "loss": 1.0}, {"step": 10, "val_top1": 0.5}])
     [(10, 0.5)]
@@ -184,7 +184,7 @@ class Result:
     steps_to: dict[str, int | None] = field(default_factory=dict)
     corrupt: int = 0
     corrupt_files: tuple[str, ...] = ()
-    """the first few unreadable files of both splits"""
+    """the first 20 unreadable files of both splits, with the reasons"""
     hardware: dict[str, Any] = field(default_factory=dict)
 
 
@@ -230,5 +230,5 @@ def _record(line: bytes, where: str) -> dict[str, Any]:
     record = parse_json(line, where)
     accuracy = record.get("val_top1")
     if not isinstance(record.get("step"), int) or not (accuracy is None or isinstance(accuracy, int | float)):
-        raise ValueError(f"{where}: expected an integer step and, if present, a numeric val_top1")
+        raise ValueError(f"{where}: step must be an integer; val_top1, if present, must be a number")
     return record

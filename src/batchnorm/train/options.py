@@ -24,14 +24,14 @@ class Options:
     out: Path | None = None
     """folder of the run, by default runs/NAME; if it holds an unfinished run of the same recipe, that run is resumed"""
     device: str = "auto"
-    """cpu, cuda, or auto"""
+    """cpu, cuda, or auto (a GPU if there is one)"""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """auto is bf16 on a GPU and fp32 on the CPU"""
     compile: Literal["network", "nothing"] | None = None
     """what torch.compile compiles; the default is network for the paper's network on several GPUs, and nothing
     otherwise"""
     graph: bool | None = None
-    """capture the step as a CUDA graph; by default, only for the paper's network on a single GPU"""
+    """capture the training step as a CUDA graph; by default, only for the paper's network on a single GPU"""
     workers: int = WORKERS
     """processes per rank that decode images; 0 decodes in the training process"""
     cache: Literal["none", "device"] = "none"
@@ -39,9 +39,9 @@ class Options:
     decoded: Path | None = None
     """with --cache device, a folder that stores the decoded images for the next run on the same data"""
     log_every: int = 100
-    """steps between lines of metrics.jsonl; there is also a line before each validation"""
+    """steps between records of the training loss in metrics.jsonl; there is also one before each validation"""
     evaluate_every: int = 0
-    """steps between validations; 0 validates once per epoch"""
+    """steps between validations; 0 validates once per epoch; the last step is always validated"""
     checkpoint_every: int = 5000
     """steps between checkpoints; there is also a checkpoint at the end and when the run is stopped"""
     evaluate_batch: int = 256

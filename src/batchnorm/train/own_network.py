@@ -84,7 +84,7 @@ def _count(net: nn.Module) -> int:
 
 
 def _check(net: nn.Module, factory: str, example: Tensor, classes: int) -> None:
-    """Try the network on two images, in training mode."""
+    """Check that the network, in training mode, returns one row of class scores for each of two images."""
     try:
         scores = outputs(net, example, training=True)
     except Exception as error:
@@ -93,8 +93,8 @@ def _check(net: nn.Module, factory: str, example: Tensor, classes: int) -> None:
         raise ValueError(f"{factory} cannot take images of {size}: {why}; try another --size") from error
     if not isinstance(scores, Tensor):
         raise ValueError(
-            f"{factory} returns {type(scores).__name__} in training, not one tensor of class scores: wrap it in a"
-            " module that returns only the scores"
+            f"{factory} returns {type(scores).__name__} in training, not one tensor of class scores: wrap the"
+            " network in a module that returns only the scores"
         )
     if scores.dim() != 2 or len(scores) != 2:
         raise ValueError(

@@ -39,14 +39,14 @@ def predict(
         images: image files, or folders of images; subfolders are searched too.
         top: number of classes to print for each image.
         csv: file for the probabilities of all classes, one row per image.
-        device: cpu, cuda, or auto.
+        device: cpu, cuda, or auto (a GPU if there is one).
         batch_size: images per forward pass.
         trust: allow calling the function named in the run's recipe.json; a network of your own needs this.
 
     Raises:
         FileNotFoundError: if the run or an image is not found.
-        ValueError: if the run is unfinished.
-        JobsFailedError: if images cannot be read; raised after the predictions for the others are printed and written.
+        ValueError: if an option is invalid, or if the run cannot be loaded.
+        JobsFailedError: if images cannot be read; raised after the other images' predictions are printed and written.
 
     Beyond the paper: using a trained network.
     """
@@ -96,7 +96,7 @@ def _files(image: Path) -> list[Path]:
     files = sorted(file for file in image.rglob("*") if file.suffix.lower() in IMAGE_SUFFIXES)
     files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(image).parts)]
     if not files:
-        raise FileNotFoundError(f"{image} has no images ({', '.join(IMAGE_SUFFIXES)})")
+        raise FileNotFoundError(f"{image} has no files that end with {', '.join(IMAGE_SUFFIXES)}")
     return files
 
 

@@ -27,9 +27,9 @@ PAPERS_FIELDS = (
 
 @dataclass(frozen=True)
 class Recipe:
-    """All settings that affect what a run learns; the defaults are those of the paper's Inception.
+    """The network, optimizer, data order and augmentation of a run; the defaults are those of the paper's Inception.
 
-    Comments mark what the paper does not say. The seven modifications of Section 4.2.1 are ``rate``, ``dropout``,
+    Comments mark what the paper does not say. The seven modifications in Section 4.2.1 change ``rate``, ``dropout``,
     ``weight_decay``, ``decay_epochs``, ``local_response``, ``shuffle`` and ``photometric``.
 
     >>> from dataclasses import replace
@@ -53,10 +53,10 @@ class Recipe:
     """start with the weights of a finished run, or of a state dict in a .safetensors or .pt file; the last layer gets
     new weights if its number of classes differs"""
     freeze_statistics: bool = False
-    """normalize by the statistics of --from during training too, and do not update them"""
+    """during training, normalize by the statistics loaded with --from, and do not update them"""
 
     batch_norm: bool = False
-    """normalize before each nonlinearity"""
+    """apply batch normalization before each nonlinearity"""
     activation: Literal["relu", "sigmoid"] = "relu"
     """the nonlinearity"""
     dropout: float = 0.4
@@ -80,13 +80,13 @@ class Recipe:
     averaging: float = 0.1  # not in the paper
     """weight of each new batch in the running averages"""
     statistics: Literal["batch", "sync"] = "batch"  # not in the paper
-    """batch: each rank normalizes by its own part of the batch; sync: all ranks normalize by the whole batch"""
+    """batch: each rank uses the statistics of its part of the batch; sync: all ranks use those of the whole batch"""
 
     rate: float = 0.0015
     """initial learning rate"""
     momentum: float = 0.9  # not in the paper, which says "a version of SGD with momentum"
     """momentum of SGD"""
-    weight_decay: float = 2e-4  # not in the paper: five times TF-slim's 4e-5; not applied to gamma and beta
+    weight_decay: float = 2e-4  # not in the paper; five times TF-slim's 4e-5
     """weight of the L2 loss on all parameters but gamma and beta"""
     decay: float = 0.96  # not in the paper; this is GoogLeNet's value
     """factor by which the learning rate is multiplied every --decay-epochs epochs"""
@@ -95,7 +95,7 @@ class Recipe:
     batch_size: int = 32
     """examples per step, over all ranks"""
     epochs: float = 775.0
-    """length of the run; 775 epochs are the paper's 31 million steps of 32 images on ImageNet"""
+    """length of the run; on ImageNet, 775 epochs are about the paper's 31 million steps of 32 images"""
 
     size: int = 224
     """height and width of the crops"""
@@ -132,7 +132,8 @@ class Recipe:
         """Build the recipe's network with its initial weights.
 
         Raises:
-            ValueError: if the user's network cannot be built, or does not fit the images or the classes.
+            ValueError: if the user's network cannot be built, does not fit the images or the classes, or does
+                not support ``statistics`` or ``freeze_statistics``.
         """
         if self.factory:
             net = own_network(self.factory, self.normalize, classes=classes, size=self.size, seed=self.seed)
@@ -195,7 +196,7 @@ class Recipe:
 
     @property
     def network_fields(self) -> dict[str, Any]:
-        """The fields that the network's output depends on, as JSON values.
+        """The fields that, together with the weights, determine the network's output, as JSON values.
 
         >>> BN_X30.network_fields["activation"]
         'relu'
@@ -223,7 +224,7 @@ class Recipe:
             raise ValueError(f"a recipe must be a JSON object, not {type(values).__name__}")
         unknown = set(values) - {field.name for field in fields(cls)}
         if unknown:
-            raise ValueError(f"a recipe has no field {', '.join(sorted(unknown))}")
+            raise ValueError(f"unknown fields in the recipe: {', '.join(sorted(unknown))}")
         for key, value in values.items():
             if isinstance(value, list):
                 values[key] = tuple(value)
@@ -235,7 +236,7 @@ class Recipe:
         """Read a run's recipe.json.
 
         Raises:
-            ValueError: if the file is not a recipe, or was written by another version of this library.
+            ValueError: if the file is not a valid recipe for this version of the library.
         """
         try:
             return cls.from_json(path.read_text(encoding="utf-8"))
@@ -251,7 +252,7 @@ def _check_types(values: Mapping[str, Any]) -> None:
             fits = value in get_args(kind)
         elif get_origin(kind) is tuple:
             fits = isinstance(value, tuple) and all(isinstance(part, str) for part in value)
-        else:  # JSON does not distinguish 1.0 from 1, and Python treats True as 1
+        else:  # accept 1 for a float, but not True for a number
             fits = isinstance(value, (int, float) if kind is float else kind) and isinstance(value, bool) == (
                 kind is bool
             )
@@ -288,7 +289,7 @@ INCEPTION_SIGMOID = replace(INCEPTION, name="inception-sigmoid", activation="sig
 # Section 4.2.3: six networks, "each based on BN-x30, modified via some of the following: increased initial weights in
 # the convolutional layers; using Dropout (with the Dropout probability of 5% or 10%[...]); and using non-convolutional,
 # per-activation Batch Normalization with last hidden layers of the model". Not in the paper: which network has which
-# modification, by how much the weights are increased, and which layers are the last ones.
+# modification, by how much the weights are increased, and which layers are "last hidden layers".
 LARGE_INIT, LAST_LAYERS = 2.0, ("5b",)
 MEMBERS: dict[str, Recipe] = {
     f"bn-x30-{name}": replace(BN_X30, name=f"bn-x30-{name}", seed=seed, **changes)  # type: ignore[arg-type]

@@ -49,7 +49,7 @@ def claim_folder(
     if planned_steps is not None and taken > planned_steps:
         raise ValueError(
             f"{out} has already trained for {taken:,} steps, but --epochs {recipe.epochs:g} gives only"
-            f" {planned_steps:,}: increase --epochs, or choose another --out"
+            f" {planned_steps:,} steps: increase --epochs, or choose another --out"
         )
     known = out / "data.json"
     if data is not None and known.exists():
@@ -64,7 +64,7 @@ class RunState(NamedTuple):
 
     step: int = 0
     evaluated: int = 0
-    """the last step that was validated"""
+    """the last step after which the network was validated"""
     positions: tuple[int, int] = (0, 0)
     """lengths of metrics.jsonl and monitor.jsonl, in bytes"""
     sums: Tensor | None = None
@@ -120,14 +120,12 @@ def resume_(folder: Path, net: nn.Module, optimizer: torch.optim.Optimizer, here
         raise ValueError(f"the checkpoint in {folder} does not fit the network: {error!r}") from error
     same = len(sums) == here.world_size and threads == torch.get_num_threads()
     if here.main and found.step < total_steps:
-        note = (
-            "" if same else "; results will differ in the last bits, because the number of ranks or threads has changed"
-        )
+        note = "" if same else "; the number of ranks or threads changed, so results differ from an uninterrupted run's"
         print(f"resuming from step {found.step:,}{note}", flush=True)
     elif here.main and (folder / "result.json").exists():
         print(
-            "this run is finished, so only its final network is evaluated again. To train longer, increase --epochs"
-            f" (or --max-steps); to start over, choose another --out or remove {folder}",
+            "this run is finished, so only its final network is computed and scored again. To train longer, increase"
+            f" --epochs (or --max-steps); to start over, choose another --out or remove {folder}",
             flush=True,
         )
     mine = sums[here.rank] if same else sums.sum(0) / here.world_size

@@ -51,7 +51,7 @@ class SavedRun(NamedTuple):
         return folded_network(self.trained(classes)[0], self.recipe.size)
 
     def check(self, classes: Sequence[str]) -> None:
-        """Check that :meth:`load` will succeed.
+        """Check everything that :meth:`load` checks, without folding the network.
 
         Raises:
             ValueError: for the same reasons as :meth:`load`.
@@ -77,8 +77,8 @@ class SavedRun(NamedTuple):
             check_classes(self.folder, trained, classes)
         if self.recipe.needs_trust and not self.trust:
             raise ValueError(
-                f"loading {self.folder} calls {self.recipe.factory}, the function named in its recipe.json, which could"
-                " run any code: if you trust it, add --trust (in Python, trust=True)"
+                f"loading {self.folder} calls {self.recipe.factory}, the function named in its recipe.json, and that"
+                " function could run any code: if you trust it, add --trust (in Python, trust=True)"
             )
         net = self.recipe.network(len(trained))
         _load_weights(net, saved.model, self.folder, len(trained), self.recipe.factory)
@@ -97,7 +97,7 @@ class SavedRun(NamedTuple):
         return saved
 
     def _check_recipe(self, trained: Mapping[str, Any]) -> None:
-        """Check the settings that cannot be seen from the weights, such as the activation."""
+        """Check that the recipe's network settings are those that the weights were trained with."""
         now = self.recipe.network_fields
         for name, value in trained.items():
             if now.get(name) != value:
@@ -123,7 +123,7 @@ def open_run(folder: Path, *, trust: bool = False) -> SavedRun:
 
     Raises:
         FileNotFoundError: if the folder is not the folder of a run.
-        ValueError: if the recipe was written by another version of this library.
+        ValueError: if the recipe is not valid for this version of the library.
     """
     path = folder / "recipe.json"
     if not path.is_file():
@@ -139,8 +139,8 @@ def open_run(folder: Path, *, trust: bool = False) -> SavedRun:
 def check_classes(folder: Path, trained: Sequence[str], found: Sequence[str]) -> None:
     """Check that a run's classes match those of the data.
 
-    Classes from shards without classes.txt have numbers as names. If the run's or the data's names are numbers, only
-    the number of classes is compared.
+    Classes from shards without classes.txt have numbers as names. If the classes of the run or of the data have
+    such names, only the number of classes is compared.
 
     Raises:
         ValueError: if the classes differ.
@@ -187,17 +187,18 @@ def _load_weights(net: nn.Module, model: dict[str, Tensor], folder: Path, classe
         first = min([*missing, *foreign, *shapes])
         raise ValueError(
             f"the weights in {folder / 'final'} do not fit the network of {folder / 'recipe.json'}:"
-            f" {len(missing)} missing, {len(foreign)} unexpected, {len(shapes)} with a different shape (first:"
-            f" {first}); was {f'{factory} or ' if factory else ''}the recipe edited, or do the files come from"
-            " different runs?"
+            f" {len(missing)} tensors are missing, {len(foreign)} are unexpected and {len(shapes)} have a different"
+            f" shape (first: {first}); was {f'{factory} or ' if factory else ''}the recipe edited, or do the files come"
+            " from different runs?"
         )
     net.load_state_dict(model)
 
 
 def open_runs(folders: Sequence[Path], *, trust: bool = False) -> dict[str, SavedRun]:
-    """Open runs whose predictions can be averaged, and return them by unique names; see :func:`open_run` for ``trust``.
+    """Return a dict from unique names to runs whose predictions can be averaged; see :func:`open_run` for ``trust``.
 
     Raises:
+        FileNotFoundError: if a folder is not the folder of a run.
         ValueError: if there are no runs, if they take images of different sizes, or if a run is given twice.
     """
     if not folders:
@@ -222,6 +223,7 @@ def open_for(
     """Open the data at the runs' image size; if the data has no ``val`` split, use the images that the runs held out.
 
     Raises:
+        FileNotFoundError: if the data is not found.
         ValueError: if the runs held out different images.
     """
     size = next(iter(runs.values())).recipe.size

@@ -1,4 +1,4 @@
-"""Weights of other runs or files: read a state dict, compare it with a network, and start training from it."""
+"""Weights from other runs or from files: read a state dict, compare it with a network, and start training from it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def read_state_dict(path: Path) -> dict[str, Any]:
         raise
     except UnpicklingError as error:
         raise ValueError(
-            f"{path} holds more than tensors, or was not written by torch.save: save net.state_dict()"
+            f"{path} holds objects other than tensors, or was not written by torch.save: save net.state_dict() instead"
         ) from error
     except Exception as error:  # each format raises its own errors
         raise ValueError(f"{path} cannot be read as a state dict: {str(error).splitlines()[0]}") from error
@@ -56,7 +56,7 @@ def start_from_(net: nn.Module, source: str, classes: int) -> str:
 
     Raises:
         FileNotFoundError: if there is no such run or file.
-        ValueError: if a layer other than the last one does not fit.
+        ValueError: if the run or file cannot be read, or if a layer other than the last one does not fit.
     """
     path = Path(source).expanduser()
     state = dict(open_run(path).final().model) if path.is_dir() else read_state_dict(path)

@@ -69,8 +69,8 @@ def _field(name: str, kind: Any) -> tuple[str, Any, Any]:
 if TYPE_CHECKING:
     Overrides = Recipe
 else:
-    # Every field of a recipe; None keeps the recipe's value. As a subclass of Recipe, the class inherits the fields'
-    # descriptions.
+    # Overrides has the fields of a recipe; None keeps the recipe's value. As a subclass of Recipe, the class inherits
+    # the fields' descriptions.
     Overrides = make_dataclass(
         "Overrides",
         [_field(name, kind) for name, kind in get_type_hints(Recipe).items()],
@@ -87,12 +87,12 @@ def train(
     """Train the paper's network, a variant of it, or your own network, on your own images.
 
     For the paper's network, use batchnorm train --recipe bn-x30 --data images. For your own network, write a function
-    build(classes) in mynet.py that returns the network, and add --network mynet.py:build. --normalize insert adds batch
-    normalization to your network; --normalize remove removes it.
+    build(classes) in mynet.py that returns the network, and add --network mynet.py:build. To insert batch
+    normalization into your network, add --normalize insert; to remove batch normalization, add --normalize remove.
 
     After an interruption, run the same command again to resume from the last checkpoint. Under torchrun
-    (torchrun --nproc-per-node 8 -m batchnorm train ...) each batch is divided among the GPUs. The exit status is 0 if
-    the run finished, 1 if it diverged, and 130 if it was stopped.
+    (torchrun --nproc-per-node 8 -m batchnorm train ...), each batch is divided among the processes. The exit status is
+    0 if the run finished, 1 if it diverged, and 130 if it was stopped.
 
     Args:
         recipe: one of the paper's runs; with --network, the run whose learning rate, schedule and augmentation to use
@@ -144,7 +144,9 @@ def describe(
     stem: Literal["separable", "plain"] = "separable",
     projection: Literal[96, 128] = 96,
 ) -> None:
-    """Print the network's layers, parameters and multiply-adds, and what the paper says about its size.
+    """Print the network's layers, parameters and multiply-adds.
+
+    For 1000 classes and images of 224 x 224, also print what the paper says about them.
 
     Args:
         network: the network to describe; inception is the only choice.
@@ -188,7 +190,7 @@ def resolve(recipe: Recipe, overrides: Recipe) -> Recipe:
 
 
 def _name(own: Recipe) -> str:
-    """Name a run after the last parts of its network's name.
+    """Return a run's default name: its network's file or module, the function, and the change, joined by hyphens.
 
     >>> _name(Recipe(factory="nets/small.py:build", normalize="insert")), _name(Recipe(factory="timm:resnet50"))
     ('small-build-insert', 'timm-resnet50')
@@ -209,7 +211,7 @@ def _summary(result: Result, out: Path, *, frozen: bool = False) -> str:
     ]
     if result.best_top1 is not None:
         by = "frozen statistics" if frozen else "running averages"
-        lines.append(f"best with {by}: {result.best_top1:.2%} at step {result.best_step:,}")
+        lines.append(f"best top-1 with {by}: {result.best_top1:.2%} at step {result.best_step:,}")
     lines += [
         f"steps to {float(k):.1%}: {'not reached' if v is None else f'{v:,}'}" for k, v in result.steps_to.items()
     ]

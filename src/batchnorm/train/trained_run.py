@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     AnImage = str | os.PathLike[str] | Image | Tensor
-    """a file, a Pillow image, or RGB as uint8 of shape (3, height, width)"""
+    """a file, a Pillow image, or a uint8 RGB tensor of shape (3, height, width)"""
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ class Preprocessing:
                 )
             elif isinstance(image, Tensor) and not _is_rgb(image):
                 raise ValueError(
-                    f"image {position} is a tensor of {image.dtype} and shape {tuple(image.shape)}: give uint8 of shape"
-                    " (3, height, width)"
+                    f"image {position} is a {image.dtype} tensor of shape {tuple(image.shape)}: give a uint8 tensor of"
+                    " shape (3, height, width)"
                 )
             else:
                 crop_image(image, choose, out)
@@ -141,7 +141,7 @@ class TrainedRun:
 
         Raises:
             OSError: if a file cannot be read.
-            ValueError: if an image cannot be decoded; the message names the image.
+            ValueError: if an image cannot be decoded or has an unsupported type; the message names the image.
         """
         at_least(1, batch_size=batch_size)
         given = _as_list(images)
@@ -159,11 +159,10 @@ class TrainedRun:
 def load(run: str | os.PathLike[str], *, device: torch.device | str = "cpu", trust: bool = False) -> TrainedRun:
     """Load a finished run of ``batchnorm train``: its network, classes, recipe, preprocessing and metrics.
 
-    The weights are read from safetensors, the training state with ``weights_only=True``, and the recipe and metrics
-    from JSON, so a file from elsewhere cannot run code. The weights and the training state are checked against the
-    SHA-256 in their manifest. If the run trained a network of your own, loading
-    calls the function that recipe.json names, and therefore needs ``trust=True``. Networks of the paper, torchvision
-    and timm load without ``trust``.
+    Files from elsewhere cannot run code: the weights are in a safetensors file, ``state.pt`` is read with
+    ``weights_only=True``, and the other files are JSON. The weights and ``state.pt`` are checked against the SHA-256 in
+    their manifest. If the run trained a network of your own, loading calls the function that recipe.json names, and
+    therefore needs ``trust=True``. Networks of the paper, torchvision and timm load without ``trust``.
 
         run = bn.load("runs/mine")
         run.predict(["cat.jpg", "dog.jpg"]).classes

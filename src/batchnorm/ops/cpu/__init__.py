@@ -1,19 +1,20 @@
 """The CPU path: a compiled kernel, torch's kernels if they are fast, and several torch operations for the rest.
 
 A forward pass has to read x twice and write y, so memory bandwidth limits its speed. Torch is slower than this limit
-for three reasons. First, its statistics of contiguous images use a scalar loop, and its channels_last loops are
-vectorized over the channels only, which is slow with few channels. Second, a separate ReLU allocates memory in both
-passes. Third, on small batches, calling operators from Python takes most of the time. So there are three
-implementations:
+for three reasons. First, it computes the statistics of contiguous images in a scalar loop, and it vectorizes
+channels_last loops only over the channels, which is slow with few channels. Second, a separate ReLU allocates memory in
+the forward and in the backward pass. Third, on small batches, calling operators from Python takes most of the time.
 
-autograd.py       layers in training: one call of kernel.c for dense float32, if compiler.py finds a C compiler; one
-                  call of torch's kernel for half precision, and for batches on which that kernel is as fast.
-torch_kernels.py  torch's kernel and its derivative, for small batches, channels_last with enough channels, and half
-                  precision. The activation is applied in place.
-passes.py         everything else: separate passes for the statistics, the transform and the activation. The backward
-                  pass uses torch's kernel if that is fast and accurate enough.
+So there are three implementations:
 
-``batchnorm bench cpu`` measures all of this against torch; results/cpu.json holds the numbers.
+- ``autograd.py`` handles layers in training, with one kernel call per pass. Dense float32 batches use kernel.c if
+  compiler.py finds a C compiler. Half precision, and batches on which torch's kernel is as fast, use torch's kernel.
+- ``torch_kernels.py`` uses torch's kernel for small batches, for channels_last with enough channels, and for half
+  precision.
+- ``passes.py`` handles everything else in separate passes for the statistics, the transform and the activation. Its
+  backward pass uses torch's kernel if that is fast and accurate enough.
+
+``batchnorm bench cpu`` compares this path with torch; the results are in results/cpu.json.
 
 Torch's kernels lose precision if the mean is many standard deviations from zero, because a*x + b is then a difference
 of large numbers. All three files check the statistics for such a mean, and passes.py then normalizes x - s instead of
@@ -53,8 +54,11 @@ def describe(call: Call) -> str:
     if missing is not None:
         return f"a CPU tensor, computed by torch's kernels because {missing}"
     if autograd.form_of(call.x, call.activation) is None:
-        return "a CPU tensor, computed by torch's kernels: the compiled kernel needs dense float32 batches"
-    reason = "a CPU tensor; layers in training use the compiled kernel, or torch's if that is as fast"
+        return (
+            "a CPU tensor, computed by torch's kernels: the compiled kernel needs a dense float32 batch with more than"
+            " one value per channel"
+        )
+    reason = "a CPU tensor; layers in training use the compiled kernel, or torch's kernel if that is as fast"
     found = compiler.kernels()
     if found is not None and found.uncached is not None:
         reason += f"; the compiled kernel could not be cached: {found.uncached}"
@@ -72,16 +76,16 @@ def run(call: Call) -> tuple[Tensor, Moments]:
 
 def _run(call: Call) -> tuple[Tensor, Moments]:
     x, gamma, beta, eps, activation, residual, *_ = call
-    # Adding a residual in half precision would round z before the activation checks its sign.
+    # In half precision, torch's kernel rounds BN(x) before the residual is added, so the sum may get the wrong sign.
     if torch_kernels.is_fast(x) and (residual is None or x.dtype.itemsize > 2):
-        constant = call.running is not None  # if so, the moments need no gradient, which saves time
+        constant = call.running is not None  # if so, the moments need no gradient
         found = torch_kernels.run(call, constant)
         if found is not None:
             remember(found[0], _again(eps, activation), x, gamma, beta, residual)
             return found
     layout = layout_of(x)
     if layout is None:
-        # x may have gaps in memory, so copy it. This costs one more pass over the data.
+        # x may have gaps in memory, so copy it.
         x = x.clone(memory_format=torch.preserve_format)
         layout = layout_of(x)
         if layout is None:  # the copy is neither contiguous nor channels_last

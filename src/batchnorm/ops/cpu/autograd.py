@@ -1,15 +1,15 @@
 """Run training calls on the CPU with as little overhead around the kernel as possible.
 
-Dense float32 goes to kernel.c. One call computes the statistics, the running averages, the transform, the residual and
-the activation; another computes the whole gradient. The backward pass needs x, five numbers per channel and, with a
-residual, one byte per element (relu, relu6, leaky_relu) or the residual itself (smooth activations). Half precision
-goes to torch's kernel, and so do batches on which that kernel is as fast. Torch's kernel also updates the running
-averages. If the statistics that it returns show that its output is inaccurate, the averages are restored and the caller
+kernel.c handles dense float32 batches. One call computes y and updates the running averages; another call computes all
+gradients. The forward pass saves x, the parameters and five numbers per channel. If there is a residual, it also saves
+one byte per element (relu, relu6, leaky_relu) or the residual itself (smooth activations).
+
+Torch's kernel handles half precision, and float32 batches on which it is as fast as kernel.c. It also updates the
+running averages. If its statistics show that its output may be inaccurate, the averages are restored and the caller
 uses another path.
 
-On a small batch, the Python code around a kernel takes longer than the kernel, because the backward pass has evicted
-that code from the CPU's cache. So checks are not repeated for batches of the same shape, strides and dtype, and no
-moments are returned: creating tensors for them would double the overhead.
+On a small batch, the Python code around a kernel takes longer than the kernel. So the results of checks are cached for
+batches of the same shape, strides and dtype, and no tensors are created for the moments.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from .torch_kernels import flatten, stored_like, unflatten
 
 _f32 = torch.float32
 
-# With fewer values than this, one thread finishes before a second thread has started.
+# With fewer values than this, starting more threads takes longer than it saves.
 PARALLEL = 1 << 14
 LARGE = 1 << 18  # from this many values on, torch's kernel may be faster than kernel.c: see train_
 LIMIT = torch_kernels.CONDITION**2  # largest squared norm of mean / std for which torch's kernel is accurate
-ROWS_KEPT = 5  # numbers per channel that the backward pass needs: LINES in kernel.c
+ROWS_KEPT = 5  # numbers per channel that the backward pass needs; equal to LINES in kernel.c
 
-_Addresses = tuple[int | None, int | None, int | None]  # addresses of the running mean, variance and count
+_Addresses = tuple[int | None, int | None, int | None]  # addresses of the running mean, variance and batch count
 _NOWHERE = None, None, None
 
 
 class Shape(ctypes.Structure):
-    """The struct Shape of kernel.c: planes (n, channels, length), or rows (n, channels) if the length is 0."""
+    """Mirror the struct Shape of kernel.c: planes (n, channels, length), or rows (n, channels) if the length is 0."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("n", "channels", "length", "activation")),
@@ -64,12 +64,11 @@ class KernelForm(NamedTuple):
     address: int  # the address of `shape`
     parallel: bool  # whether to use more than one thread
     activation: Activation
-    # Whether the activation's derivative g' takes more than two values. If so, the forward pass saves the residual (if
-    # there is one), and the backward pass stores dz.
+    # Whether the activation's derivative takes more than two values. If so, the backward pass needs the residual.
     is_smooth: bool
     size: torch.Size
     stride: tuple[int, ...]
-    kept: Tensor  # a template for the numbers per channel: torch.empty_like is the fastest way to allocate them
+    kept: Tensor  # template for torch.empty_like, which allocates the numbers per channel
 
 
 def form_of(x: Tensor, activation: Activation) -> KernelForm | None:
@@ -111,7 +110,7 @@ def train_(call: Call) -> Tensor | None:
     ):
         return None
     mean, var, num_batches, _ = running
-    # Nearly every call of a layer has the same key as the call before, so the results of the checks are cached.
+    # Nearly every call of a layer has the same key as the call before it, so the results of the checks are cached.
     memory = _memories.get(id(mean))
     key = (
         x.shape, x.stride(), x.dtype, None if gamma is None else gamma.shape, None if beta is None else beta.shape,
@@ -124,8 +123,8 @@ def train_(call: Call) -> Tensor | None:
         dense = mean.is_contiguous() and var.is_contiguous() and num_batches.dtype is torch.int64
         form = form_of(x, activation) if dense else None
         if residual is None and torch_kernels.is_fast(x):
-            # Without an activation, and with adjacent channels, kernel.c moves as many bytes as torch's kernel. But the
-            # Python code around kernel.c takes longer, because a large batch evicts that code from the CPU's cache.
+            # If there is no activation and the channels are adjacent, kernel.c moves as many bytes as torch's kernel.
+            # For a large batch, torch's kernel is then faster, because less Python code runs around it.
             alone = activation.name == "identity"
             if form is not None and alone and form.shape.length == 0 and x.numel() >= LARGE:
                 form = None
@@ -162,7 +161,8 @@ def train_(call: Call) -> Tensor | None:
         y = activate(y)
     # `finite` is 0, or NaN if a variance is infinite: the channel's invstd is then 0, and inf * 0 is NaN.
     finite = var.dot(invstd).item() * 0.0
-    # The product of the two norms bounds the norm of mean / std. Compute the exact norm only if the bound is too large.
+    # The norm of mean / std is at most the norm of mean times the norm of 1 / std. If this bound is above the limit,
+    # compute the norm itself.
     if not (mu.dot(mu).item() * invstd.dot(invstd).item() + finite <= LIMIT or _norm2(mu * invstd) + finite <= LIMIT):
         means[:], variances[:] = (memoryview(old).cast("f") for old in before)
         return None
@@ -178,7 +178,7 @@ def _norm2(v: Tensor) -> float:
 
 
 def _have_shapes_and_types(call: Call, running: Kept) -> bool:
-    """Return whether the kernels support these shapes and dtypes."""
+    """Return whether the kernels support these shapes, dtypes and devices."""
     x = call.x
     mean, var, num_batches, _ = running
     return (
@@ -209,7 +209,7 @@ def _again(eps: float, activate: Callable[[Tensor], Tensor] | None) -> Callable[
 
 
 class _Memory(NamedTuple):
-    """Hold the results of the checks in a layer's last call, and views of its running averages.
+    """Hold the results of the checks in a layer's last call, and views of the layer's running averages.
 
     The views keep the averages' memory alive, so no other tensor can have the same address.
     """
@@ -263,7 +263,7 @@ def _fits(v: Tensor | None) -> bool:
 
 def _has_memory(t: Tensor) -> bool:
     """Return whether a tensor's memory holds its values."""
-    # False for batched gradients (is_grads_batched=True in torch.autograd.grad), zero tensors and lazy negations.
+    # False for batched gradients (is_grads_batched=True), for zeros without memory (ZeroTensor) and for lazy negations.
     return not (_is_batched(t) or t._is_zerotensor() or t.is_neg())
 
 
@@ -289,7 +289,7 @@ class CompiledFunction(torch.autograd.Function):
         averages: _Addresses,
         form: KernelForm,
     ) -> Tensor:
-        """Return y; save x, a few numbers per channel and, with a residual, what the activation's derivative needs."""
+        """Return y, and save what the backward pass needs."""
         y, kept, passed, hidden = torch.empty_like(x), torch.empty_like(form.kept), None, form.is_smooth
         if residual is not None and not hidden and form.shape.activation and any(ctx.needs_input_grad):
             passed = torch.empty_like(x, dtype=torch.bool)

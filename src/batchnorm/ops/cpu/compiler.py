@@ -1,7 +1,7 @@
-"""Compile kernel.c for this machine when a layer first needs it; compiling takes a few seconds.
+"""Compile kernel.c for this machine when it is first needed; compiling takes a few seconds.
 
-Without a compiler, torch's kernels do the work. kernel.c runs on torch's threads: it starts them through the OpenMP
-library that torch has loaded.
+Without a compiler, torch's kernels run instead. The compiled code uses torch's threads: it starts them through the
+OpenMP library that torch has loaded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .. import compile_cache
 from ..activation import NAMES
 
 SOURCE = Path(__file__).parent / "kernel.c"
-# No -ffast-math, because sums must keep their order. -fno-trapping-math lets the compiler vectorize comparisons.
+# Do not add -ffast-math: sums must keep their order. The flag -fno-trapping-math lets comparisons be vectorized.
 FLAGS = (
     *("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared"),
     *(f"-D{name.upper()}={code}" for code, name in enumerate(NAMES)),
@@ -31,7 +31,7 @@ class Kernels(NamedTuple):
 
     forward: Callable[..., int]
     backward: Callable[..., int]
-    openmp: tuple[int | None, int | None, int | None]  # None if they were not found
+    openmp: tuple[int | None, int | None, int | None]  # all None if the functions were not found
     uncached: str | None = None  # why the library could not be cached
 
 
@@ -42,7 +42,7 @@ def kernels() -> Kernels | None:
 
 
 def unavailable() -> str | None:
-    """Return why the compiled kernels are not available; None if they are."""
+    """Return why the compiled kernels are not available, or None if they are available."""
     found = _load()
     return found if isinstance(found, str) else None
 
@@ -67,7 +67,7 @@ def _loaded(path: Path) -> Kernels:
 
 
 def _processor() -> str:
-    """Return a description of the processor, because -march=native compiles for this processor only."""
+    """Return a description of the processor for the cache key; -march=native compiles for this processor only."""
     try:
         with open("/proc/cpuinfo") as file:
             told = [

@@ -1,7 +1,7 @@
 """Batch normalization for tensors without a fast kernel: several passes over memory, as one differentiable function.
 
-All buffers have x's shape and strides. Per-channel vectors are float64 numpy arrays: a call needs about 30 operations
-on them, and numpy has less overhead per operation than torch.
+All buffers have x's shape and strides. Per-channel vectors are float64 numpy arrays, because a call runs many
+operations on them, and numpy has less overhead per operation than torch.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from .torch_kernels import GRADIENT_ROWS, ROWS, VECTOR, apply_, stored_like
 
 Vector = NDArray[np.float64]
 
-# If mean^2 / (var + eps) is above this limit, x is shifted. Below the limit, cancellation multiplies the rounding error
-# of the variance by at most about this number.
+# If mean^2 / (var + eps) is above this limit, the mean is subtracted from x first. Below the limit, cancellation
+# multiplies the rounding error of the variance by at most about this number.
 CONDITION = 16.0
-# A row of a matrix may hold several positions, up to this many columns: enough for full vectors and long loops, but few
-# enough that a row of sums stays in the L1 cache.
+# Maximum number of columns if a row of a matrix holds several positions. It is large enough for full SIMD vectors and
+# long loops, but small enough that a row of sums stays in the L1 cache.
 WIDTH = 1024
 # With fewer locations per plane than this, loops over the locations are too short to be fast.
 SHORT = 32
-# torch's norm of this many values has a relative error of 1e-6; with 64 times as many values, the error is 1e-4.
+# torch's norm of this many values has a relative error of about 1e-6; with 64 times as many values, it is about 1e-4.
 PIECE = 1 << 16
 
 _aten = torch.ops.aten
@@ -44,7 +44,7 @@ _ALL, _SUMS = (True, True, True), (False, True, True)  # which of dx, dgamma, db
 class BatchNormFunction(torch.autograd.Function):
     """Compute (y, mean, var) from (x, gamma, beta, residual), for dense x.
 
-    Per-channel arithmetic uses float64, which takes almost no time. Only the passes over x round to float32.
+    Per-channel arithmetic uses float64, which takes almost no time.
     """
 
     @staticmethod
@@ -58,7 +58,7 @@ class BatchNormFunction(torch.autograd.Function):
         activation: Activation,
         layout: Layout,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return y and the moments; save x, and y if the activation's derivative needs it."""
+        """Return y and the moments, and save what the backward pass needs."""
         dtype = statistics_dtype(x)
         wide = x.to(dtype)
         with np.errstate(all="ignore"):  # let inf and NaN pass through
@@ -207,7 +207,7 @@ def derivative_needs(activation: Activation, dtype: torch.dtype) -> str | None:
 
 
 def _activation_backward(activation: Activation, dy: Tensor, at: Tensor | None) -> Tensor:
-    """Return dz = g'(z) dy; ``at`` is y or z, see :func:`derivative_needs`. In double backward, ``at`` is never z."""
+    """Return dz = g'(z) dy; :func:`derivative_needs` says whether ``at`` is y, z or None."""
     match activation.name:
         case "identity":
             return dy
@@ -221,7 +221,7 @@ def _activation_backward(activation: Activation, dy: Tensor, at: Tensor | None) 
 
 
 class _Dense(ABC):
-    """Arithmetic on tensors of one memory layout."""
+    """Per-channel arithmetic on tensors of one memory layout."""
 
     @abstractmethod
     def view(self, x: Tensor) -> Tensor:
@@ -248,8 +248,8 @@ class _Dense(ABC):
 class Matrix(_Dense):
     """View memory as a matrix in which each column belongs to one channel; a row has the shape (period, C, run).
 
-    In channels_last the channels are adjacent: ``run`` is 1, and if there are few channels, a row holds several
-    positions (``period``). In a contiguous tensor with few locations, ``run`` is the number of locations, and each
+    If the channels are adjacent (channels_last), ``run`` is 1, and a row holds ``period`` positions: several if there
+    are few channels, else one. In a contiguous tensor with few locations, ``run`` is the number of locations, and each
     channel has ``run`` adjacent columns.
     """
 
@@ -268,7 +268,7 @@ class Matrix(_Dense):
 
     def moments(self, x: Tensor) -> tuple[Vector, Vector]:
         """Return the channels' mean and variance, merged from the moments of blocks of rows (Chan, Golub & LeVeque)."""
-        # With several positions per row, there are fewer, longer rows, and so fewer calls.
+        # Rows with several positions are longer and fewer, so that torch's kernel is called less often.
         wide = Matrix(_wide(x.numel() // self.channels, self.channels), self.channels, 1) if self.run == 1 else self
         blocks = wide.view(x).split(ROWS)
         parts = [torch.batch_norm_update_stats(b, None, None, 0.0) for b in blocks]
@@ -280,7 +280,7 @@ class Matrix(_Dense):
         return total, np.einsum("b,bpcr->c", weight, var)
 
     def reduce(self, g: Tensor, x: Tensor, mean: Vector, invstd: Vector) -> tuple[Vector, Vector]:
-        """Return dgamma and dbeta: torch's kernel sums each block of rows; blocks and columns are added in float64."""
+        """Return dgamma and dbeta: torch's kernel sums each block of rows; these sums are added in float64."""
         statistics = self.spread(mean, x), self.spread(invstd, x)
         blocks = zip(self.view(g).split(ROWS), self.view(x).split(ROWS), strict=True)
         parts = [_backward(*b, None, None, None, *statistics, True, 0.0, _SUMS) for b in blocks]
@@ -319,7 +319,7 @@ class Planes(_Dense):
         return torch.from_numpy(v.astype(_numpy_type(x))[:, None])
 
     def moments(self, x: Tensor) -> tuple[Vector, Vector]:
-        """Return the channels' mean and variance: x and x^2 are summed in each plane, then over planes in float64.
+        """Return the channels' mean and variance; sums of x and x^2 over each plane are added up in float64.
 
         The caller shifts x if the variance is small compared with mean^2, so E[x^2] - mean^2 keeps its precision.
         """
@@ -351,7 +351,7 @@ class Planes(_Dense):
         return dx.view(x.shape), dgamma, dbeta
 
     def affine(self, x: Tensor, a: Vector, b: Vector, out: Tensor) -> None:
-        """Write a*x + b in two passes: torch vectorizes operations with one scalar operand, not with two."""
+        """Write a*x + b in two passes: torch vectorizes operations with one broadcast operand, but not with two."""
         torch.mul(self.view(x), self.spread(a, x), out=self.view(out)).add_(self.spread(b, x))
 
 
@@ -370,7 +370,7 @@ def layout_of(x: Tensor) -> Matrix | Planes | None:
 
 @lru_cache(maxsize=1024)
 def _wide(m: int, channels: int) -> int:
-    """Return how many positions make a row: the largest divisor of m that gives at most WIDTH columns."""
+    """Return how many positions make a row: the largest divisor of m that gives at most WIDTH columns, or else 1."""
     return next(k for k in range(max(1, WIDTH // channels), 0, -1) if m % k == 0)
 
 

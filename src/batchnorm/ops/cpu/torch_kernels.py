@@ -1,4 +1,4 @@
-"""Torch's batch normalization kernel, with an accuracy check and activations applied in place."""
+"""Torch's batch normalization kernel with an accuracy check, and activations of its output."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..call import Call
 from ..composite import moments_backward
 from ..moments import Moments, statistics_dtype
 
-# Computing a*x + b in float32 is accurate enough if |mean| / std is at most this for every feature: the error is then
-# at most about 2e-5 standard deviations (100 * 2^-24 times a small factor). `run` checks the norm of mean / std over
-# all features, which is at least as large.
+# Computing a*x + b in float32 is accurate enough if |mean| / std is at most this limit for every feature. The error is
+# then at most about 2e-5 standard deviations. `run` checks the norm of all features' ratios, which is at least as large
+# as each ratio.
 CONDITION = 100.0
 
 # Torch's loop over (N, C, L) is not vectorized. Up to this many elements per thread in use, one call of this slow
@@ -49,7 +49,7 @@ def is_fast(x: Tensor) -> bool:
     if x.is_contiguous():
         if elements > shape[0] * channels:
             return half or elements <= IMAGE_ELEMENTS * min(channels, torch.get_num_threads())
-    elif not x.movedim(1, -1).is_contiguous() or (x.dim() == 3 and not half):  # torch has no fast kernel for 3D tensors
+    elif not x.movedim(1, -1).is_contiguous() or (x.dim() == 3 and not half):  # torch's 3D kernel is slow here
         return False
     elif channels < VECTOR:
         return x.dim() > 3 and elements <= FEW_ELEMENTS
@@ -83,7 +83,7 @@ def run(call: Call, constant_moments: bool) -> tuple[Tensor, Moments] | None:
 
 
 class _DifferentiableMoments(torch.autograd.Function):
-    """Make the constant moments of torch's kernel differentiable, at no cost unless their gradient is used."""
+    """Make the moments that torch's kernel returns differentiable with respect to x."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,8 +102,8 @@ def flatten(t: Tensor, x: Tensor) -> Tensor:
     """Flatten ``t``, which has x's shape, if torch's kernels could otherwise misread the layout of x's gradient.
 
     With four or more dimensions, the kernels tell contiguous from channels_last gradients by their strides. The stride
-    of a dimension of size 1 is meaningless, so the kernels may mistake one layout for the other. Rows (M, C) and planes
-    (N, C, L) each have only one layout, and autograd converts gradients to that layout.
+    of a dimension of size 1 is meaningless, so the kernels may mistake one layout for the other. For rows (M, C) and
+    planes (N, C, L), the kernels know only one layout.
     """
     if x.dim() < 4 or 1 not in x.shape:
         return t
@@ -138,7 +138,7 @@ def apply_(activation: Activation, z: Tensor) -> Tensor:
 
 
 def for_fresh(activation: Activation, elements: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
-    """Return a function that computes g(z) and may overwrite z, a freshly allocated tensor; None for the identity."""
+    """Return a function that computes g(z) and may overwrite z; return None for the identity."""
     if activation.name == "identity":
         return None
     if activation.name != "relu":

@@ -1,8 +1,8 @@
 // Runs ordinary training calls without Python. This file does the same work as autograd.py and launch.py.
 //
 // Python chooses the kernels for tensors of given shapes, strides and types, launches them the first time, and
-// describes the launches here (add_forward, add_backward). This file then handles later calls of the same kind: it
-// allocates the outputs, launches the kernels and records the gradient. Python handles calls that are unusual or not
+// describes the launches to this file (add_forward, add_backward). This file then handles later calls of the same kind:
+// it allocates the outputs, launches the kernels and records the gradient. Python handles calls that are unusual or not
 // yet described: for these, train_ returns None, and the operators call the functions that were passed to configure().
 
 #define PY_SSIZE_T_CLEAN
@@ -57,7 +57,7 @@ struct Launch {
   unsigned programs, threads, shared;
   bool cooperative;
   std::string image;  // all arguments, concatenated; a launch overwrites the arguments listed in `writes`
-  std::vector<int> offsets;  // where the arguments are in the image
+  std::vector<int> offsets;  // the offset of each argument in the image
   std::vector<Write> writes;
 
   static constexpr size_t BYTES = 1024, ARGUMENTS = 64;
@@ -146,7 +146,7 @@ struct Gradient {
   const Tensor &dy, &x, &residual, &bits, &stats;
   int64_t code;
   double slope;
-  std::optional<at::ScalarType> residual_dtype;  // of the residual's gradient; nullopt if that is not wanted
+  std::optional<at::ScalarType> residual_dtype;  // nullopt if the residual's gradient is not wanted
 
   Key key() const {
     Key k;
@@ -390,7 +390,7 @@ static Optional optional(const Tensor& t) { return t.defined() ? Optional(t) : s
 
 static bool requires_grad(const Tensor& t) { return t.defined() && t.requires_grad(); }
 
-// Whether only autograd needs to see a call: no transform, tracer or mode is active.
+// Whether no transform, tracer or mode is active, so that only autograd needs to see a call.
 static bool is_unseen() {
   const auto included = c10::impl::tls_local_dispatch_key_set().included_;
   return (included - c10::default_included_set - c10::autocast_dispatch_keyset).empty() &&
@@ -473,7 +473,7 @@ static Triple fused_kernel(
   return {d[0], d[1], d[2]};
 }
 
-// Whether the call comes from a compiled graph that runs on real tensors: it is neither differentiated nor traced.
+// Whether the call is neither traced nor differentiated, for example because a compiled graph runs on real tensors.
 static bool is_final(const Tensor& x, const Optional& gamma, const Optional& beta, const Optional& residual) {
   if (!is_unseen() || x.key_set().has(c10::DispatchKey::Python)) return false;
   if (!at::GradMode::is_enabled()) return true;

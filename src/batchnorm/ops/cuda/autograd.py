@@ -1,8 +1,9 @@
 """Register the fused kernels as torch operators, for autograd and torch.compile.
 
 ``fused`` normalizes a batch, ``fused_`` also updates the running averages, and ``fused_backward`` computes the
-gradients of both. The backward pass needs x, eight numbers per channel and, with a residual, one bit per element (relu,
-relu6, leaky_relu) or the residual itself (sigmoid, tanh, silu, hardswish).
+gradients of either operator. The forward pass saves x, the parameters and eight numbers per channel. If there is a
+residual, it also saves one bit per element (relu, relu6, leaky_relu) or the residual itself (sigmoid, tanh, silu,
+hardswish).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ HAS_TRITON = find_spec("triton") is not None
 
 
 def refusal(call: Call) -> str | None:
-    """Return why the kernels do not support a call; None if they do."""
+    """Return why the kernels do not support a call, or None if they support it."""
     x = call.x
     if not is_compiling():
         with suppress(TypeError):  # symbolic sizes are not hashable
@@ -54,7 +55,10 @@ def _find_refusal(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int,
     if shape[1] >= 2**16:
         return f"the fused kernels support up to 65535 channels, not {shape[1]}"
     if find_geometry(shape, stride) is None:
-        return "the fused kernels support only channels-last and channels-first strides"
+        return (
+            "the fused kernels support only channels-last and channels-first strides, and fewer than 2**31 - 2**16"
+            " values per channel"
+        )
     return None
 
 
@@ -67,14 +71,14 @@ def describe(call: Call) -> str:
         return "a CUDA tensor"
     forward, backward = launch.paths(call)
     python = "" if extension.unavailable is None else f"; launched from Python, because {extension.unavailable}"
-    return f"fused kernels, forward {forward}, backward {backward} ({schedule.MEANING}){python}"
+    return f"fused kernels: forward {forward}, backward {backward} ({schedule.MEANING}){python}"
 
 
 def train_(call: Call) -> Tensor | None:
     """Return y and update the running averages with as little overhead as possible.
 
-    Returns None, without updating anything, if the fast path does not apply. Moments are not returned, because creating
-    tensors for them takes as long as a launch.
+    Returns None, without updating anything, if the fast path does not apply. The moments are not returned,
+    because creating tensors for them takes time.
     """
     x, gamma, beta, eps, (name, slope), residual, mask, running, momentum = call
     native = None if is_compiling() else extension.module  # torch.compile must not guard on the extension
@@ -152,7 +156,7 @@ def _any_requires_grad(*tensors: Tensor | None) -> bool:
 
 
 def _moves(running: Kept, channels: torch.Size) -> bool:
-    """Return whether the kernels can update these averages: dense float32 averages with int64 counts."""
+    """Return whether the kernels can update these averages: they must be dense and float32, with int64 counts."""
     mean, var, batches, skipped = running
     return (
         mean.dtype is torch.float32
@@ -169,11 +173,11 @@ def _moves(running: Kept, channels: torch.Size) -> bool:
 def _normalize(call: Call, *, alone: bool = False) -> tuple[Tensor, Tensor]:
     """Return y and the statistics.
 
-    If ``alone``, the caller needs only y, and has checked that only autograd needs to see the call.
+    ``alone`` means that the caller uses only y, and that it has already checked :func:`is_unseen`.
     """
     x, gamma, beta, eps, activation, residual, _, running, momentum = call
     if alone or is_unseen(x, gamma, beta, residual, *(running or ())):
-        # Bypass the dispatcher, which takes as long as the rest of the call.
+        # Bypass the dispatcher to save time.
         if torch.is_grad_enabled() and _any_requires_grad(x, gamma, beta, residual):
             if alone:
                 y = _apply(x, gamma, beta, residual, call, _launch, True)
@@ -341,7 +345,7 @@ def _differentiable(op: Any, kernel: Any) -> Any:
 
     def run(*args: Any) -> Any:
         if not (torch.is_grad_enabled() and _any_requires_grad(*args[:4])):
-            # Call the kernel directly: dispatching again, in every compiled layer, would take longer than a launch.
+            # Call the kernel directly, because dispatching again would take longer than a launch.
             return kernel(*args) if is_unseen(*args[:4]) else below(*args)
         rest = args[4:-1]
         again = lambda call, keep_bits: below(*args[:4], *rest, keep_bits)  # noqa: E731

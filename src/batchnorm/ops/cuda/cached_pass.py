@@ -1,4 +1,4 @@
-"""Choose kernels, launches and sizes for a pass over tensors of one shape, and cache them."""
+"""Choose and cache the kernels, launches and workspace sizes for a pass over tensors of one shape."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ BLOCK = 2048  # elements per program when normalizing by given statistics
 
 
 class Pass(NamedTuple):
-    """Everything that a pass over tensors of one shape needs, except the tensors."""
+    """Hold everything that a pass over tensors of one shape needs, except the tensors."""
 
     geometry: Geometry
     strides: tuple[int, ...]  # the strides of dense tensors in x's layout
     dense: bool  # whether x has these strides
     residence: Residence | None  # None unless resident.cu is fastest
     tiling: Tiling  # the Triton kernels' tiling, for calls that resident.cu does not support
-    launches: tuple[TritonLaunch, ...]  # one launch of the tiling, or one for each of two phases
+    launches: tuple[TritonLaunch, ...]  # one launch, or one for each of two phases
     resident_room: tuple[int, int]  # how many floats and counters of workspace resident.cu needs
     room: tuple[int, int]  # the same for the Triton kernels
 
@@ -37,7 +37,7 @@ class Pass(NamedTuple):
 
 
 def pass_of(x: Tensor, backward: bool, residual: bool, way: Tiling | Residence | None = None) -> Pass:
-    """Return the Pass over ``x`` with the best launch parameters, or with ``way`` if given."""
+    """Return the Pass over ``x`` with the best launch parameters, or with the parameters ``way`` if given."""
     given = (x.shape, x.stride(), x.element_size(), x.device, backward, residual)
     return _pass(*given) if way is None else _find_pass(*given, way)
 
@@ -54,7 +54,8 @@ def _find_pass(
     g = find_geometry(shape, stride)
     if g is None:
         raise ValueError(
-            f"the fused kernels do not support strides {stride}; call ops.batch_norm, which falls back to another path"
+            f"the fused kernels do not support shape {tuple(shape)} with strides {stride}; call ops.batch_norm, which"
+            " falls back to another path"
         )
     r = way if isinstance(way, Residence) else None
     if way is None and resident.runs_on(device):
@@ -62,7 +63,7 @@ def _find_pass(
     tiling = way if isinstance(way, Tiling) else best_tiling(g, itemsize, backward, residual, device)
     strides = dense_strides(g, shape)
     launches = _launches(g, tiling, backward, device)
-    # Each part stores two sums per channel, or three numbers in Triton's forward pass. Forward passes also need two
+    # Each part stores two sums per channel or, in Triton's forward pass, three numbers. Forward passes also need two
     # floats per channel for the old running averages.
     room = ((2 * tiling.kept_parts if backward else 2 + 3 * tiling.kept_parts) * g.channels, tiling.words)
     kept = 0 if r is None else 2 * r.kept_parts
@@ -115,7 +116,7 @@ def launches_of(
         options = {"num_warps": p.warps, "maxnreg": registers or None}
         return TritonLaunch(kernel, p.slices * p.parts, numbers(p), constants, options, device)
 
-    # Interpreted programs run one after the other, so no program may wait for a later program.
+    # Interpreted programs run one after the other, so a program must not wait for a later program.
     if p.alone or (on_device and p.path != "stream"):
         last = p.parts > schedule.MERGED_BY_ALL
         return (launch(p, 3, p.alone, last, last, p.ticket and not p.alone, p.registers),)

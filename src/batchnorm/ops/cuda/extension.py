@@ -1,7 +1,7 @@
 """Build autograd.cpp, an extension that runs ordinary training calls without Python.
 
-Compiling takes about half a minute, so it runs once, in the background. Until it is done, and on machines without
-a compiler, autograd.py and launch.py do the same work.
+Compiling takes about half a minute, so it runs in the background, and the result is cached. Until the extension is
+loaded, and on machines without a compiler, autograd.py and launch.py do the same work.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _load(path: Path) -> Any:
 def start(configure: Callable[[Any], None]) -> None:
     """Load the extension if it is in the cache; if not, build it in the background.
 
-    Only the first call has an effect. Before the module is used, it is passed to ``configure``.
+    Only the first call has an effect. The extension is passed to ``configure`` before it is used.
     """
     global _thread, unavailable
     if not _started.acquire(blocking=False):
@@ -78,7 +78,7 @@ def start(configure: Callable[[Any], None]) -> None:
 
 
 def register() -> None:
-    """Make compiled graphs call the extension too.
+    """Make compiled graphs call the extension too, once it is loaded.
 
     Call this on the thread that runs the layers, not on the thread that compiles, because it is not safe to register
     operators while another thread looks them up.
@@ -93,7 +93,7 @@ def register() -> None:
 
 
 def wait() -> str | None:
-    """Wait for a build in progress; return why the extension is not available, or None if it is."""
+    """Wait for a build in progress; return why the extension is not available, or None if it is available."""
     if _thread is not None:
         _thread.join()
     return unavailable

@@ -65,7 +65,7 @@ def forward(
     activation: Activation,
     way: Tiling | Residence | None = None,
 ) -> Tensor:
-    """Write the outputs ``ys``, update the running averages, and return the layers' statistics, concatenated.
+    """Write the outputs ``ys``, update the running averages if given, and return the layers' statistics, concatenated.
 
     Inputs and outputs are channels last and have the same dtype; parameters and averages are dense float32.
     """
@@ -82,7 +82,7 @@ def forward(
 
 
 def _is_large(x: Tensor, channels: Sequence[int]) -> bool:
-    """Return whether launching one layer at a time is faster: each (nearly) fits on chip, but all together do not."""
+    """Return whether launching one layer at a time is faster, because the inputs of all layers do not fit on chip."""
     return x.is_cuda and x.numel() // x.shape[1] * sum(channels) * x.element_size() > ONE_BY_ONE
 
 
@@ -145,7 +145,7 @@ def backward(
 def infer(
     x: Tensor, gamma: Tensor, beta: Tensor, mean: Tensor, var: Tensor, y: Tensor, eps: float, activation: Activation
 ) -> None:
-    """Normalize one layer's input by its running averages, and write the result to ``y``."""
+    """Normalize one layer's input by the layer's running averages, and write the result to ``y``."""
     launch = _inference(x.numel() // x.shape[1], x.shape[1], row_stride(x), row_stride(y), x.element_size(), x.device)
     scalars = (float(eps), float(activation.slope))
     launch((x, y, mean, var, gamma, beta), scalars, (NAMES.index(activation.name),))

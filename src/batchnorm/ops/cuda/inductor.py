@@ -1,8 +1,9 @@
 """Let torch.compile recompute the output of the fused kernels in a backward pass, instead of keeping it.
 
 The partitioner of AOTAutograd decides which tensors a compiled forward pass keeps. It recomputes elementwise operations
-where that saves memory, but it knows nothing about this library's operators. In y * gate, as in squeeze-and-excitation,
-the gate's gradient needs y. The forward pass keeps x and the statistics anyway, and y can be computed from them.
+where that saves memory, but it knows nothing about this library's operators. For example, in y * gate, as in
+squeeze-and-excitation, the gate's gradient needs y. The forward pass keeps x and the statistics anyway, and y can be
+recomputed from them.
 """
 
 from __future__ import annotations
@@ -71,7 +72,10 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def _recompute(graph: fx.Graph, fused: fx.Node, backward: set[fx.Node]) -> bool:
-    """Make the backward pass read a recomputed y, if only elementwise operations read y there."""
+    """Make the backward pass read a recomputed y, and return whether this was possible.
+
+    It is possible if only elementwise operations of the backward pass read y.
+    """
     parts = {user.args[1]: user for user in fused.users if user.target is operator.getitem}
     if 0 not in parts or 1 not in parts:
         return False
@@ -99,7 +103,7 @@ def _is_elementwise(node: fx.Node) -> bool:
 
 
 def _insert(graph: fx.Graph, function: Any, *inputs: fx.Node) -> fx.Node:
-    """Trace a function of these nodes' values into the graph, with Inductor's decompositions; return the last node."""
+    """Trace a function of these nodes into the graph, with Inductor's decompositions; return the output node."""
     from torch._inductor.decomposition import select_decomp_table
 
     traced = make_fx(function, select_decomp_table())(*(node.meta["val"] for node in inputs))

@@ -19,7 +19,7 @@ from .sign_bits import empty_bits, is_woven, rearrange
 from .triton_launch import Tensors
 from .workspace import workspace
 
-STATS = 8  # rows of the statistics that are saved for the backward pass: see triton/forward.py
+STATS = 8  # number of rows of the statistics that are saved for the backward pass: see triton/forward.py
 NONE = (None, None, None, None)
 Launches = list[tuple[Any, ...] | None]  # descriptions of launches for autograd.cpp
 
@@ -117,7 +117,7 @@ def backward(
 
 
 def recompute(x: Tensor, residual: Tensor | None, stats: Tensor, activation: Activation) -> Tensor:
-    """Recompute a forward pass's y from its statistics, bit for bit, with the second of the two "stream" launches."""
+    """Recompute y, bit for bit, from x and the statistics, with the second of the two "stream" launches."""
     p = _streaming(x, residual is not None)
     y = x.new_empty_strided(x.shape, p.strides)
     residual = None if residual is None else as_dense(residual, p.strides)
@@ -164,7 +164,7 @@ def normalize(call: Call, mean: Tensor, var: Tensor) -> Tensor | None:
 
 
 def weaves_bits(call: Call, g: Geometry) -> bool:
-    """Return whether :func:`forward` returns woven bits; torch.compile must know this before the kernel runs."""
+    """Return whether :func:`forward` returns woven bits (see sign_bits.py); their shape depends on it."""
     able = resident.runs_on(call.x.device) and _are_resident(call.x, call.gamma, call.beta, call.residual)
     return able and resident.weaves(g, call.x.element_size(), False, True)
 
@@ -172,7 +172,7 @@ def weaves_bits(call: Call, g: Geometry) -> bool:
 def paths(call: Call) -> tuple[str, str]:
     """Return the names of the forward and backward kernels for ``ops.explain``.
 
-    This assumes that dy has x's layout and that the residual's gradient is wanted.
+    The answer assumes that dy has x's layout and that the residual's gradient is wanted.
     """
     x, gamma, beta, _, (activation, _), residual, *_ = call
     added = residual is not None and activation != "identity"  # without an activation, the residual's gradient is dy
@@ -192,7 +192,10 @@ def paths(call: Call) -> tuple[str, str]:
 
 
 def _teach(launches: Launches, tensors: Tensors, add: Callable[..., None], *description: Any) -> None:
-    """Describe a pass to the extension, unless Triton launched it, a tensor is unaligned or a stream is capturing."""
+    """Describe a pass to the extension, so that the extension can repeat it.
+
+    Nothing is described if Triton's own launcher ran, a tensor is unaligned or a CUDA graph is being captured.
+    """
     x = next(t for t in tensors if t is not None)
     aligned = not any(t is not None and t.data_ptr() & 15 for t in tensors)
     if all(launches) and aligned and not torch._C._cuda_isCurrentStreamCapturing():
@@ -226,7 +229,7 @@ def _launch_resident(
 def _check_devices(
     x: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None, others: tuple[Tensor, ...] | None
 ) -> None:
-    """Raise if a tensor is not on x's device: kernels get bare addresses, so they cannot check it."""
+    """Raise if a tensor is not on x's device: kernels get bare addresses, so they cannot check the device."""
     device = x.get_device()
     for t in (gamma, beta, residual, *(others or ())):
         if t is not None and t.get_device() != device:
@@ -263,9 +266,9 @@ def _as_float(v: Tensor | None) -> Tensor | None:
 
 
 def _rows_of(dy: Tensor, g: Geometry, strides: tuple[int, ...], align: int) -> tuple[Tensor, int]:
-    """Return the gradient, copied unless the kernels can read its layout, and the stride of its rows or examples.
+    """Return dy, copied unless the kernels can read its layout, and the stride of its rows or examples.
 
-    If the layer's output was concatenated with other tensors, the gradient is a slice of channels, which needs no copy.
+    A channels-last dy may be a slice of channels, as after a concatenation; such a slice usually needs no copy.
     """
     stride = g.channels if g.nhwc else g.channels * g.width
     if dy.stride() == strides:

@@ -1,4 +1,4 @@
-"""The memory layouts (N, C, ...) that the fused kernels support: channels last and channels first."""
+"""The memory layouts of (N, C, ...) tensors that the fused kernels support: channels last and channels first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Geometry(NamedTuple):
-    """Describe x's layout to the kernels; ``offsets`` in triton/tile.py uses the strides."""
+    """Describe x's layout to the kernels."""
 
     nhwc: bool
     channels: int
@@ -19,7 +19,8 @@ class Geometry(NamedTuple):
     width: int  # locations per example
     stride: int  # stride of a row (channels last) or of an example (channels first)
     plane: int  # stride of a channel
-    wide: bool  # whether offsets need 64 bits
+    # Whether offsets need 64 bits.
+    wide: bool
 
 
 def geometry_of(x: Tensor) -> Geometry | None:
@@ -34,7 +35,7 @@ def geometry_of(x: Tensor) -> Geometry | None:
 
 
 def _collapse(shape: tuple[int, ...], stride: tuple[int, ...]) -> int | None:
-    """Return the stride after flattening these dimensions into one; None if impossible, 0 for a single value."""
+    """Return the stride after flattening these dimensions into one; None if not possible, 0 for a single value."""
     expected = step = 0
     for size, s in zip(reversed(shape), reversed(stride), strict=True):
         if size == 1:
@@ -82,7 +83,7 @@ def row_stride(x: Tensor) -> int:
     ):  # a single channel is both channels first and channels last
         return g.stride if g.nhwc else 1
     if g is None or not g.nhwc:
-        raise ValueError(f"these kernels need channels-last tensors, not strides {x.stride()}")
+        raise ValueError(f"these kernels need channels-last tensors, but this tensor has strides {x.stride()}")
     return g.stride
 
 

@@ -11,24 +11,24 @@ from .layout import Geometry, vector
 MEANING = (
     "resident and once: one launch, which reads x once if x fits on chip; stream: two launches, which read x twice"
 )
-# Up to this many parts, every program merges the sums of all parts itself; with more parts, the last program to arrive
-# merges the sums for all programs.
+# Up to this many parts per slice, every program merges the sums of all parts itself. With more parts, the last program
+# to arrive merges the sums for the others.
 MERGED_BY_ALL = 64
-# How many launches with barriers may run at the same time without waiting for free multiprocessors; 0 disables such
-# launches. The default allows for a network that trains on two streams. Set the variable to 0 if other processes use
-# the GPU: how many multiprocessors they leave free is unknown, and programs that wait for each other could deadlock.
+# The number of launches with barriers that fit on the GPU at the same time; 0 disables such launches. The default suits
+# a network that trains on one or two streams. Set BATCHNORM_LAUNCHES_AT_ONCE to 0 if other processes use the GPU: how
+# many multiprocessors they leave free is unknown, and programs that wait for each other could deadlock.
 AT_ONCE = int(os.environ.get("BATCHNORM_LAUNCHES_AT_ONCE", "2"))
-# Allowed numbers of tiles in registers; a kernel is compiled for each.
+# The numbers of tiles that a program can hold in registers; a kernel is compiled for each number that is used.
 HELD = (1, 2, 4, 7, 8, 12, 16)
 
 
 class Tiling(NamedTuple):
-    """The launch parameters: R x V tiles, T of them held in registers; each slice of channels is split into parts."""
+    """Hold the launch parameters: a slice of channels is split into parts, and a program processes a part in tiles."""
 
     path: str  # "once": one launch, x held in registers; "stream": two launches, x read twice
-    R: int
+    R: int  # a tile has R units of V values: see triton/tile.py
     V: int
-    T: int
+    T: int  # tiles that a program holds in registers
     parts: int
     share: int  # units per part
     slices: int
@@ -52,16 +52,16 @@ class Tiling(NamedTuple):
 
     @property
     def kept_parts(self) -> int:
-        """The number of parts whose sums are stored in memory, including the merged parts of a tree."""
+        """The number of parts whose sums are stored in memory, including the merged groups of a tree."""
         return 0 if self.alone else self.parts + up(self.parts, 32) * self.tree
 
     @property
     def words(self) -> int:
-        """The number of int32 counters: one for tickets, one for finished slices, one per slice (33 for a tree)."""
+        """The number of int32 counters: one for tickets, one for finished slices, and 1 per slice (33 for a tree)."""
         return 2 if self.alone else 2 + self.slices * (33 if self.tree else 1)
 
     def second(self, units: int) -> Tiling:
-        """Return the plan of the second launch, which has smaller parts because it merges nothing."""
+        """Return the tiling of the second launch, which has smaller parts because it merges nothing."""
         share = self.R * self.steps
         return self._replace(share=share, parts=up(units, share))
 
@@ -96,7 +96,7 @@ def make(
     steps: int = 4,
     ticket: bool = True,
 ) -> Tiling:
-    """Make a plan with ``tile`` elements per tile, at most ``tiles`` tiles in registers and about ``parts`` parts.
+    """Make a tiling with ``tile`` elements per tile, at most ``tiles`` tiles in registers and about ``parts`` parts.
 
     In channels-last tensors, a slice has ``lanes`` channels.
     """
@@ -121,7 +121,7 @@ def make(
 
 
 class Way(NamedTuple):
-    """How to hold a tensor in registers: warps and kilobytes per program, and channels per slice if channels last."""
+    """How to hold a tensor in registers: warps and kilobytes per program and, for channels last, channels per slice."""
 
     warps: int
     kilobytes: int
@@ -130,7 +130,7 @@ class Way(NamedTuple):
 
 @cache
 def choose(geometry: Geometry, itemsize: int, backward: bool, residual: bool, processors: int) -> Tiling:
-    """Choose the plan for a device with this many multiprocessors."""
+    """Choose the tiling for a device with this many multiprocessors."""
     way = _way(geometry, itemsize, backward, residual)
     tensors = 2 if backward or residual else 1
     plan = None if way is None else once(geometry, itemsize, tensors, way, processors)
@@ -157,7 +157,7 @@ def _way(g: Geometry, itemsize: int, backward: bool, residual: bool) -> Way | No
 
 
 def once(g: Geometry, itemsize: int, tensors: int, way: Way, processors: int) -> Tiling | None:
-    """Plan to read each tensor once; ``tensors`` is 1 or 2.
+    """Return a tiling that holds ``tensors`` tensors (1 or 2) in registers, and so reads each of them once.
 
     Returns None if programs would wait for other programs that cannot run at the same time.
     """
@@ -174,7 +174,7 @@ def once(g: Geometry, itemsize: int, tensors: int, way: Way, processors: int) ->
 
 
 def stream(g: Geometry, itemsize: int, backward: bool, processors: int) -> Tiling:
-    """Plan to read x twice, in two launches."""
+    """Return a tiling that reads x twice, in two launches."""
     lanes = min(128 // itemsize, max(8, power_up(g.channels)))
     slices = up(g.channels, lanes) if g.nhwc else g.channels
     warps, registers = (3, 80) if g.nhwc else (4, 64)

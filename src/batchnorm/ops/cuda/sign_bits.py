@@ -2,10 +2,10 @@
 
 For relu and leaky_relu, g'(z) is 1 if z > 0; for relu6, if 0 < z < 6; see ``passes`` in triton/tile.py.
 
-Bits are stored in one of two orders. A 1D tensor holds rows (channels last) or channels (channels first), each rounded
-up to whole bytes. A 2D tensor, called woven, holds one row per example, in the order of a dense x. Woven bits are used
-if a vector may hold values of two channels (see resident.cu), because the bits of one channel of one example then do
-not fill whole bytes.
+Bits are stored in one of two orders. A 1D tensor holds the bits of each row (channels last) or channel (channels
+first), padded to whole bytes. A 2D tensor, called woven, holds one row of bits per example, in the order of a dense x.
+Woven bits are used if a vector may hold values of two channels (see resident.cu), because the bits of one channel of
+one example then do not fill whole bytes.
 """
 
 from __future__ import annotations

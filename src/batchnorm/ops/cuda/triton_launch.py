@@ -1,4 +1,4 @@
-"""Launch Triton kernels through the CUDA driver; this is several times faster than launching them through Triton."""
+"""Launch Triton kernels through the CUDA driver, which takes less time than Triton's own launcher."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TritonLaunch:
     """Launch a Triton kernel on tensors of one geometry.
 
     Triton inspects every argument to find the code that it compiled for such arguments, and runs more Python code
-    around each launch. Together, this takes several times as long as the launch. Triton's choice of code depends only
+    around each launch. This takes longer than the launch itself. Triton's choice of code depends only
     on this object's attributes and on the key in ``__call__``, so this object caches the code by that key.
     """
 
@@ -75,7 +75,7 @@ class TritonLaunch:
         return run
 
     def _past_triton(self, compiled: Any, absent: list[bool], scalars: tuple[float, ...]) -> Launched | None:
-        """Return a function that launches through the driver; None if the compiled code needs anything unexpected."""
+        """Return a function that launches through the driver; None if the code needs an unsupported feature."""
         try:
             meta, index = compiled.metadata, self.device
             types = [compiled.src.signature[name] for name in compiled.src.fn.arg_names]

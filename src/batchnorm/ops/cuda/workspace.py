@@ -63,7 +63,7 @@ class Workspace:
             return thread.submit(self.allocated, device, floats, words).result()
 
     def allocated(self, device: torch.device, floats: int, words: int) -> tuple[Tensor, Tensor]:
-        """Allocate memory for a stream and, in a device's first call, the words for its CUDA graphs."""
+        """Allocate memory for a stream and, in the first call for a device, the words for its CUDA graphs."""
         if device.index not in self.arenas:
             self.arenas[device.index] = (torch.zeros(self.ARENA, dtype=torch.int32, device=device), 0)
         made = (

@@ -3,9 +3,8 @@
 With dz = g'(z) dy and x_hat = (x - mean) / std, the gradients of the paper's Section 3 are
 dbeta = sum(dz), dgamma = sum(dz x_hat), dx = gamma / std * (dz - dbeta / m - x_hat dgamma / m).
 
-PHASE, T and the split into programs are the same as in the forward pass. z is recomputed from x by the same
-multiply-add as in the forward pass. If a residual was added, g' is read from one saved bit per element, or computed
-from x and the saved residual.
+PHASE and T have the same meaning as in forward.py. The same multiply-add as in the forward pass recomputes z from x. If
+a residual was added, g' is read from one saved bit per element, or computed from x and the saved residual.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def dz_of(
 
 @triton.jit
 def add_parts(partial, first, last, channel, C):
-    """Add up each of the two sums over the parts from ``first`` to ``last``, exclusive, in a fixed order."""
+    """Add up each of the two sums over the parts ``first`` to ``last - 1``, in a fixed order."""
     PARTS: tl.constexpr = 32
     s1 = tl.zeros_like(channel).to(tl.float32)
     s2 = tl.zeros_like(s1)
@@ -93,7 +92,7 @@ def settle(
 ):  # fmt: skip
     """Store a part's sums; the last program to arrive adds up all sums and stores the gradients of gamma and beta.
 
-    If TREE, groups of 32 parts are added up first. ``word`` counts the slice's parts or groups that have arrived.
+    If TREE, groups of up to 32 parts are added up first. ``word`` counts the slice's parts or groups that have arrived.
     """
     store_part(partial, part, s1, s2, channel, C)
     if TREE:
@@ -118,7 +117,7 @@ def settle(
 
 @triton.jit
 def write_tile(dz, tile, first, last, dx, dresidual, strides, base, scale, k2, k0, channel, shape, FORM: tl.constexpr):
-    """Write a tile of dx = scale dz - (k2 (x - base) + k0), and a tile of dz, the residual's gradient, if wanted."""
+    """Write a tile of dx = scale dz - (k2 (x - base) + k0); if ``dresidual`` is given, write a tile of dz to it."""
     at = offsets(first + tl.arange(0, FORM[1]), strides, channel, shape, FORM)
     exists = inside(first, last, channel, shape, FORM)
     mean_terms = tl.fma(tile.to(tl.float32) - base[None, :], k2[None, :], k0[None, :])

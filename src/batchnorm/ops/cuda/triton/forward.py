@@ -5,7 +5,7 @@ launches of the "stream" path, with T = 0. PHASE 3 does both in one launch: a pr
 reads x once, with a barrier between the programs of a slice.
 
 ``stats`` has the rows mean, var, count, base, low, scale, offset and invstd. The mean is base + low, and base is close
-to it. For values near base, x - base is exact, so no precision is lost even if the mean is a million standard
+to the mean. For values near base, x - base is exact, so no precision is lost even if the mean is a million standard
 deviations from zero.
 """
 
@@ -35,8 +35,8 @@ def moments_of(
     """Return low and M2 of this part: its mean is near + low, and M2 is the sum of its squared deviations.
 
     ``near`` is subtracted from the values before they are summed, because E[x^2] - E[x]^2 loses all precision if the
-    mean is large. Each of n values is at most sqrt(n) standard deviations from their mean. So the error of M2 is at
-    most n rounding errors, whether ``near`` is one of the values or the mean of a few of them.
+    mean is large. Each of n values is at most sqrt(n) standard deviations from their mean. So the relative error of
+    M2 is at most about n rounding errors, whether ``near`` is one of the values or the mean of a few of them.
     """
     R: tl.constexpr = FORM[1]
     V: tl.constexpr = FORM[2]
@@ -56,11 +56,11 @@ def moments_of(
 
 @triton.jit
 def merge(partial, first, last, share, channel, shape, EACH: tl.constexpr):
-    """Merge the moments of the parts from ``first`` to ``last``, exclusive, in a fixed order; return base, low and M2.
+    """Merge the moments of the parts ``first`` to ``last - 1``, in a fixed order; return base, low and M2.
 
     M2 = sum(M2_part + n_part (mean_part - mean)^2) (Chan, Golub & LeVeque). All means are relative to ``base``, the
-    mean of the first part. With K parts, M2 is at least 1/K of the term s1 * low that is subtracted at the end, so
-    little precision is lost.
+    mean of the first part. With K parts, M2 is at least about 1/K of the term s1 * low that is subtracted at the end,
+    so little precision is lost.
     """
     PARTS: tl.constexpr = 32
     C = shape[0]
@@ -164,7 +164,7 @@ def place(words, slices, parts, beside, PHASE: tl.constexpr, TICKET: tl.constexp
     if TICKET:
         program = barrier.take_ticket(words, slices * parts)
     elif PHASE == 2:
-        # Use the reverse order, because the values that the first launch read last are still in the cache.
+        # Use the reverse order, because the values that the first launch read last are probably still in the cache.
         program = slices * parts - 1 - program
     return barrier.place(program, slices, parts, beside)
 

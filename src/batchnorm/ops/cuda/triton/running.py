@@ -1,8 +1,8 @@
 """Update the running averages slice by slice, as soon as a slice's moments are known, by the rules of ops/running.py.
 
-One non-finite channel makes a batch unusable, but other slices may already have been updated. So each slice saves its
-old values in ``before``, and the program that finishes the last slice restores them if necessary. No program has to
-wait for all slices.
+One non-finite channel makes a batch unusable, but other slices may already have been updated. So each slice's old
+values are saved in ``before``, and the program that finishes the last slice restores them if necessary. No program has
+to wait for all slices.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def restore(before, C, running):
 def move(done, slices, before, C, count, mean, var, running, old, momentum, channel, CUMULATIVE: tl.constexpr):
     """Update one slice's averages to r + factor * (moment - r), with the unbiased variance, and count the slice.
 
-    ``done`` counts the slices. A batch of one value per channel has no unbiased variance, so it changes nothing.
+    ``done`` counts the finished slices. A batch of one value per channel changes nothing: it has no unbiased variance.
     """
     if count > 1:
         here = channel < C

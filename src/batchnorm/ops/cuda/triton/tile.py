@@ -10,7 +10,7 @@ Most functions take these arguments:
 - ``FORM``: the constants (channels last?, R, V, A, offsets need 64 bits?). All strides are multiples of A and are
   passed divided by A.
 - ``shape``: the numbers (C, units of a channel, units of a channel in one example, magic, shift). ``magic`` and
-  ``shift`` turn the division by the third number into a multiplication, because a division takes about 20 instructions.
+  ``shift`` replace the division by the third number by a multiplication, which is faster.
 - ``strides``: one tensor's strides, first of a row or an example, then of a channel.
 """
 
@@ -33,7 +33,7 @@ HARDSWISH = tl.constexpr(NAMES.index("hardswish"))
 
 @triton.jit
 def channels_of(piece, FORM: tl.constexpr):
-    """Return the channels of a slice, of shape [W]."""
+    """Return the indices of a slice's channels, of shape [W]."""
     V: tl.constexpr = FORM[2]
     if FORM[0]:
         return piece * V + tl.arange(0, V)
@@ -84,7 +84,7 @@ def load_tile(x, strides, first, last, channel, shape, FORM: tl.constexpr):
 
 @triton.jit
 def sample(x, strides, first, last, channel, shape, FORM: tl.constexpr):
-    """Estimate the mean [W] of the units from ``first`` on: one row's values, or the mean of a few values."""
+    """Estimate the mean [W] of the units from ``first`` on, from one row (channels last) or a few values."""
     V: tl.constexpr = FORM[2]
     A: tl.constexpr = FORM[3]
     if FORM[0]:
@@ -105,7 +105,7 @@ def sample(x, strides, first, last, channel, shape, FORM: tl.constexpr):
 
 @triton.jit
 def totals(s, t, FORM: tl.constexpr):
-    """Return the sums per channel of each of two tiles; one reduction computes both, with half the latency of two."""
+    """Return the sums per channel of two tiles; one reduction computes both, which is faster than two reductions."""
     both = tl.join(s, t)
     if FORM[0]:
         return tl.split(tl.sum(both, 0))
@@ -118,7 +118,7 @@ def opaque(v, ON_DEVICE: tl.constexpr):
     """Return ``v``, hidden from the compiler's optimizer.
 
     Without this, the compiler keeps the float32 copies and addresses of one pass over a tile for the next pass, and
-    needs twice as many registers.
+    needs many more registers.
     """
     if not ON_DEVICE:
         return v
@@ -135,7 +135,7 @@ def bit_offsets(first, last, piece, shape, FORM: tl.constexpr):
     """Return the offsets of the bytes that hold a tile's bits, and a mask of the bytes that exist.
 
     The tile starts at unit ``first``. A row (channels last) has one bit per channel; a channel (channels first) has one
-    bit per value. Both are rounded up to whole bytes. Parts start at multiples of 8 units, so that their bits start at
+    bit per value. Both are padded to whole bytes. Parts start at multiples of 8 units, so that their bits start at
     whole bytes.
     """
     R: tl.constexpr = FORM[1]
