@@ -29,7 +29,7 @@ def test_ratios_to_googlenet():
     assert (depth, separable.depth, plain.depth) == (22, 35, 34)
     assert [round(d.multiply_adds / work, 2) for d in (plain, separable)] == [1.28, 1.22]
     assert round(plain.parameters / parameters, 1) == 1.6
-    assert claims(separable)[1].computed == "13: 9 in nine modules, 3 in the tenth, 1 in the separable stem"
+    assert claims(separable)[1].computed == "13: 1 in each of nine modules, 3 in the tenth, 1 in the separable stem"
 
 
 def test_printed_table():

@@ -245,8 +245,14 @@ def test_gradients_of_kernels_computed_aside():
         with gradients if aside else contextlib.nullcontext():
             y = module(x)
         dy = torch.randn_like(y) if dy is None else dy
-        found.append(torch.autograd.grad(y, list(module.parameters()), dy))
-        gradients.wait()
+        if aside:
+            ((places, grads),) = gradients.backward(y, dy, list(module.parameters()))
+            assert gradients.pending
+            assert places == list(range(len(grads)))
+            gradients.wait()
+        else:
+            grads = list(torch.autograd.grad(y, list(module.parameters()), dy))
+        found.append(grads)
     assert not gradients.pending
     torch.testing.assert_close(*found)
 

@@ -6,6 +6,7 @@ from batchnorm.models.bn_inception import pixel_blocks as module
 from batchnorm.models.bn_inception.pixel_blocks import pixel_blocks, write_blocks
 from batchnorm.ops.cuda import driver
 
+UNAVAILABLE = driver.unavailable
 # Triton's interpreter causes this warning with numpy >= 1.25.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
@@ -143,6 +144,13 @@ def test_gradients_that_are_not_aligned(usable):
     memory = torch.empty(dy.numel() + 1, dtype=dy.dtype, device=dy.device)
     unaligned = memory[1:].view(dy.movedim(1, -1).shape).movedim(-1, 1).copy_(dy)
     assert_near(torch.autograd.grad(y, kernel, unaligned)[0], expected, 2**-7)
+
+
+def test_compiled_code_has_no_graph_break(usable, monkeypatch):
+    monkeypatch.setattr(driver, "unavailable", UNAVAILABLE)
+    x, kernel = torch.randn(2, 3, 32, 32), torch.randn(64, 3, 7, 7)
+    compiled = torch.compile(module.convolve_by_blocks, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, kernel), F.conv2d(x, kernel, stride=2, padding=3), rtol=1e-4, atol=1e-4)
 
 
 UNSUPPORTED = {

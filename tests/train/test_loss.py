@@ -26,10 +26,35 @@ def test_the_kernel_against_float64(device, shape, dtype):
     torch.testing.assert_close(gradient.double(), expected[1], rtol=tolerance, atol=tolerance / shape[0])
 
 
+@pytest.mark.parametrize("shift", [300.0, 1e4])
+def test_the_loss_of_large_scores(device, shift):
+    scores = torch.tensor([[shift, shift - 10.0, 0.0], [shift, shift - 7.0, shift - 7.0]], device=device)
+    labels = torch.tensor([0, 1], device=device)
+    torch.testing.assert_close(
+        run_cross_entropy(scores, labels)[0].double(), exact(scores, labels)[0], rtol=1e-3, atol=0
+    )
+
+
 def test_a_label_that_is_no_class_is_not_ignored(device):
     labels = torch.tensor([1, 4, -100], device=device)
     losses, gradient = run_cross_entropy(torch.zeros(3, 4, device=device), labels)
     assert losses.isnan().tolist() == gradient.isnan().any(1).tolist() == [False, True, True]
+
+
+def test_wrong_labels_raise_an_error_without_the_kernel():
+    with pytest.raises(IndexError):
+        cross_entropy(torch.zeros(2, 4), torch.tensor([1, -100]))
+    with pytest.raises(ValueError, match="batch_size"):
+        cross_entropy(torch.zeros(2, 4), torch.tensor([1, 2, 3]))
+
+
+@pytest.mark.parametrize("labels", [torch.zeros(2, 1).long(), torch.zeros(3).long(), torch.zeros(1).long()])
+def test_the_kernel_gets_one_label_per_example(labels, monkeypatch):
+    monkeypatch.setattr("batchnorm.train.loss.run_cross_entropy", lambda *_: pytest.fail("the kernel was launched"))
+    scores = torch.zeros(2, 4)
+    monkeypatch.setattr("batchnorm.train.loss.HAS_TRITON", True)
+    with pytest.raises((ValueError, RuntimeError)):
+        cross_entropy(scores.cuda() if torch.cuda.is_available() else scores, labels.to(scores.device))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])

@@ -1,7 +1,8 @@
 """SGD with momentum in one kernel, which reads bfloat16 gradients and writes bfloat16 copies of the weights.
 
 Torch's fused SGD needs gradients of the weights' dtype. So a step takes three passes: cast the gradients, update the
-weights, cast the weights. Together, they move 32 bytes per weight. This kernel takes one pass, which moves 20 bytes.
+weights, cast the weights. Together, the passes move 32 bytes per weight. This kernel takes one pass, which moves 20
+bytes per weight.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ CHUNK = 2048  # elements that one program updates
 
 
 class Trained(NamedTuple):
-    """A weight, its gradient, and the bfloat16 copy that the network uses (None if it uses the weight itself)."""
+    """A weight, its gradient, and its bfloat16 copy (None if the network uses the weight itself)."""
 
     weight: Tensor
     gradient: Tensor
@@ -38,8 +39,9 @@ class Trained(NamedTuple):
 class FusedUpdate:
     """Take steps of SGD with momentum: v <- momentum v + g + decay w, then w <- w - rate v.
 
-    The momentum buffers are stored in the optimizer's state, as ``torch.optim.SGD`` stores them. After capturing a step
-    as a CUDA graph, synchronize before you replay the graph, and keep this object until the last replay.
+    Here w is a weight, g its gradient and v its momentum buffer. The momentum buffers are stored in the optimizer's
+    state, as ``torch.optim.SGD`` stores them. After capturing a step as a CUDA graph, synchronize before you replay the
+    graph, and keep this object until the last replay.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -49,7 +51,7 @@ class FusedUpdate:
         self._captured: list[tuple[Tensor, Tensor]] = []  # kept in memory, because replayed graphs read these tensors
 
     def can_update(self, trained: Sequence[Tensor]) -> bool:
-        """Return whether this kernel can replace a step of the optimizer on a GPU."""
+        """Return whether this kernel can replace the optimizer's step for these weights."""
         if type(self.optimizer) is not torch.optim.SGD or not HAS_TRITON or not dispatch.FAST or torch.version.hip:
             return False
         groups = self.optimizer.param_groups
@@ -65,7 +67,7 @@ class FusedUpdate:
 
     @torch.no_grad()
     def __call__(self, trained: list[Trained]) -> None:
-        """Update weights and their copies."""
+        """Update the weights and their copies."""
         from .triton.update import update
 
         if not trained:
@@ -78,7 +80,9 @@ class FusedUpdate:
             velocity = state.get("momentum_buffer")
             if velocity is None:
                 velocity = state["momentum_buffer"] = torch.zeros_like(w)
-            elif velocity.dtype != w.dtype or not same_layout(velocity, w):  # saved by a run on a CPU
+            elif velocity.dtype != w.dtype or not same_layout(velocity, w):  # for example, from a run on a CPU
+                if velocity.is_cuda:
+                    velocity.record_stream(torch.cuda.current_stream(velocity.device))
                 velocity = state["momentum_buffer"] = torch.empty_like(w).copy_(velocity)
             tensors = (w, velocity, g, copy, group["lr"])
             (decay,) = struct.unpack("i", struct.pack("f", group["weight_decay"]))
@@ -110,7 +114,7 @@ class FusedUpdate:
 
 
 def same_layout(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors of the same shape have their elements in the same order in memory.
+    """Return whether two tensors of the same shape have the same strides, except in dimensions of size 1.
 
     A dimension of size 1 can have any stride: the kernel of a 1x1 convolution is both contiguous and channels last.
     """

@@ -1,4 +1,4 @@
-"""The cross-entropy loss and its gradient, on a GPU in one launch."""
+"""The cross-entropy loss and its gradient, computed on a GPU in one kernel launch."""
 
 from __future__ import annotations
 
@@ -10,29 +10,33 @@ from ..ops import dispatch
 from ..ops.cuda.autograd import DTYPES, HAS_TRITON
 from ..ops.cuda.schedule import power_up
 
-MAX_CLASSES = 2**14  # a program keeps the scores of one example on chip
+NO_LABEL = torch.iinfo(torch.int64).min  # torch ignores this label instead of -100
+MAX_CLASSES = 2**14  # each program of the kernel keeps the scores of one example on chip
 
 
 def cross_entropy(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the loss of each example, in float32 or better, and the gradient of the mean loss.
+    """Return the loss of each example, in at least float32, and the mean loss's gradient with respect to ``scores``.
+
+    Every label must be a class: unlike torch's function, this one does not ignore the label -100.
 
     >>> losses, gradient = cross_entropy(torch.zeros(2, 4), torch.tensor([0, 3]))
     >>> losses, gradient[0]
     (tensor([1.3863, 1.3863]), tensor([-0.3750,  0.1250,  0.1250,  0.1250]))
     """
-    usual = scores.dim() == 2 and scores.is_contiguous() and labels.is_contiguous() and scores.numel() > 0
+    usual = scores.dim() == 2 and labels.shape == scores.shape[:1] and scores.numel() > 0
+    usual = usual and scores.is_contiguous() and labels.is_contiguous()
     kernel = HAS_TRITON and dispatch.FAST and scores.is_cuda and torch.version.hip is None
     if usual and kernel and scores.dtype in DTYPES and labels.dtype == torch.int64 and scores.shape[1] <= MAX_CLASSES:
         return run_cross_entropy(scores, labels)
     with torch.enable_grad():
         leaf = scores.detach().to(torch.promote_types(scores.dtype, torch.float32)).requires_grad_()
-        losses = F.cross_entropy(leaf, labels, reduction="none")
+        losses = F.cross_entropy(leaf, labels, reduction="none", ignore_index=NO_LABEL)
         (gradient,) = torch.autograd.grad(losses.mean(), leaf)
     return losses.detach(), gradient.to(scores.dtype)
 
 
 def run_cross_entropy(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Run the kernel on dense tensors."""
+    """Run the Triton kernel for :func:`cross_entropy` on contiguous tensors."""
     from .triton.loss import cross_entropy as kernel
 
     n, classes = scores.shape

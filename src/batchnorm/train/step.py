@@ -1,4 +1,4 @@
-"""One training step: augment, forward, backward, update; on a GPU, optionally compiled or replayed as a CUDA graph."""
+"""One training step (augment, forward, backward, update), optionally compiled or captured as a CUDA graph."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _KEEP_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadc
 
 
 def make_optimizer(net: nn.Module, recipe: Recipe, device: torch.device) -> torch.optim.SGD:
-    """Return SGD with momentum, and with weight decay on all parameters but gamma and beta.
+    """Return SGD with momentum, and with weight decay on all parameters except gamma and beta.
 
     >>> optimizer = make_optimizer(nn.Conv2d(1, 1, 1), Recipe(), torch.device("cpu"))
     >>> [group["weight_decay"] for group in optimizer.param_groups]
@@ -42,14 +42,14 @@ def make_optimizer(net: nn.Module, recipe: Recipe, device: torch.device) -> torc
 
     Paper: Sec. 4.2, "a version of Stochastic Gradient Descent with momentum"
     """
-    # On a GPU the learning rate is a tensor, so that a captured CUDA graph sees it change.
+    # On a GPU the learning rate is a tensor, so that a captured CUDA graph reads its current value.
     cuda = device.type == "cuda"
     rate = torch.tensor(recipe.rate, device=device) if cuda else recipe.rate
     return torch.optim.SGD(param_groups(net, recipe.weight_decay), rate, recipe.momentum, fused=True if cuda else None)
 
 
 def set_rate_(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Change the learning rate, in place if it is a tensor that a captured graph reads."""
+    """Change the learning rate; a tensor is changed in place, because a captured graph may read it."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(rate)
@@ -65,7 +65,7 @@ class Shadows:
 
     Args:
         net: the network.
-        aside: on a GPU, compute the gradients of the convolution kernels on a separate stream.
+        aside: compute the weights' gradients on a separate CUDA stream.
     """
 
     def __init__(self, net: nn.Module, aside: bool = False) -> None:
@@ -74,8 +74,8 @@ class Shadows:
         separable = [m for m in net.modules() if isinstance(m, SeparableConv2d)]
         kept = {id(p) for m in separable for p in m.parameters()}
         trained = {name: p for name, p in net.named_parameters() if p.requires_grad}
-        cast = {id(m.bias) for m in net.modules() if type(m) is nn.Linear}
-        cast |= {id(p) for p in trained.values() if p.dim() in (2, 4)} - kept
+        cast = {id(p) for p in trained.values() if p.dim() in (2, 4)} - kept
+        cast |= {id(m.bias) for m in net.modules() if type(m) is nn.Linear and id(m.weight) in cast}
         chosen = {name: p for name, p in trained.items() if id(p) in cast}
         self.masters: list[Tensor] = list(chosen.values())
         self.copies = {name: p.detach().to(torch.bfloat16) for name, p in chosen.items()}
@@ -84,8 +84,15 @@ class Shadows:
             copy.requires_grad_()
         self.trained = list(trained.values())
         self.used = [self.copies.get(name, p) for name, p in trained.items()]
-        # A weight that is used twice may be used before and after a cut.
-        self.can_cut = len(list(net.named_parameters(remove_duplicate=False))) == len(list(net.named_parameters()))
+        # The names of all parameters that are replaced by copies in a call. If functional_call found the other names
+        # of shared parameters itself, it would leave the copies in modules that have several names.
+        copy_of = {id(p): self.copies[name] for name, p in chosen.items()}
+        self._replaced = {
+            f"{path}.{name}".lstrip("."): copy_of[id(p)]
+            for path, module in net.named_modules()
+            for name, p in module._parameters.items()
+            if id(p) in copy_of
+        }
         self._updates: list[FusedUpdate] = []
 
     def _join(self, net: nn.Module, names: dict[int, str]) -> None:
@@ -97,42 +104,38 @@ class Shadows:
                 self.copies.update(zip(joined, as_neighbours(kernels, torch.bfloat16), strict=True))
 
     def run(self, x: Tensor) -> Tensor:
-        """Call the network."""
+        """Call the network with the bfloat16 copies."""
         with self.weight_gradients or nullcontext():
-            y: Tensor = torch.func.functional_call(self.net, self.copies, x)
+            y: Tensor = torch.func.functional_call(self.net, self._replaced, x, tie_weights=False)
         return y
 
     def step(self, y: Tensor, dy: Tensor, optimizer: torch.optim.Optimizer) -> None:
         """Update the parameters with the gradients of their copies, and then update the copies.
 
-        ``y`` is the network's output, and ``dy`` is its gradient.
+        ``y`` is the network's output, and ``dy`` is the gradient of the loss with respect to ``y``.
         """
         aside = self.weight_gradients
-        cuts = list(aside.cuts) if aside is not None and self.can_cut else []
-        while len(self._updates) <= len(cuts):
-            self._updates.append(FusedUpdate(optimizer))
-        fused = y.is_cuda and self._updates[0].can_update(self.trained)
-        left, rows, kept = list(range(len(self.used))), list[Trained](), list[Tensor]()
+        rows, kept = list[Trained](), list[Tensor]()
         # Do not use loss.backward(): it would copy gradients that are views, such as those of joined kernels.
-        for update, (x, before) in zip(self._updates, reversed(cuts), strict=False):
-            late = [k for k in left if id(self.used[k]) not in before]
-            left = [k for k in left if id(self.used[k]) in before]
-            *grads, dx = torch.autograd.grad(y, [*(self.used[k] for k in late), x], dy)
-            y, dy = x, dx
-            rows += self._rows(late, grads)
-            if fused and aside is not None and all(row.fits() for row in rows):
-                with aside.updating():
-                    update(rows)
-                kept += grads  # until the update has read them
+        whole = range(len(self.used))
+        parts = [(whole, torch.autograd.grad(y, self.used, dy))] if aside is None else aside.backward(y, dy, self.used)
+        for k, (places, grads) in enumerate(parts):
+            kept += grads  # stay in memory until the update has read them
+            rows += self._rows(places, grads)
+            if len(self._updates) <= k:
+                self._updates.append(FusedUpdate(optimizer))
+            if self._can_fuse(self._updates[k]) and all(row.fits() for row in rows):
+                with nullcontext() if aside is None else aside.updating():
+                    self._updates[k](rows)
                 rows = []
-        rows += self._rows(left, torch.autograd.grad(y, [self.used[k] for k in left], dy))
         if aside is not None:
             aside.wait()
-            aside.cuts.clear()
-        if fused and all(row.fits() for row in rows):
-            self._updates[len(cuts)](rows)
-        else:
+        if rows:
             self._update(rows, optimizer)
+
+    def _can_fuse(self, update: FusedUpdate) -> bool:
+        """Return whether one kernel can update the weights and their copies."""
+        return self.trained[0].is_cuda and update.can_update(self.trained)
 
     def _update(self, rows: list[Trained], optimizer: torch.optim.Optimizer) -> None:
         to, of = [], []
@@ -165,7 +168,7 @@ class Shadows:
 
 
 class TrainStep:
-    """Train a network on one batch per call, and add the batch's loss, correct predictions and size to ``sums``.
+    """Train a network on a batch, and add the batch's total loss, correct predictions and size to ``sums``.
 
     The gradient is that of the mean loss over the examples of all ranks, even if ranks have different numbers of
     examples.
@@ -178,12 +181,12 @@ class TrainStep:
         bf16: run the network under autocast to bfloat16.
         compile: what torch.compile compiles: the whole "network", or "nothing".
         cast_once: with ``bf16`` and in one process, keep bfloat16 copies of convolution and linear weights, and update
-            all copies together after each step, instead of casting each weight when it is used. The results are the
-            same, with fewer kernel launches.
+            all copies together after each step, instead of casting each weight when it is used. This takes fewer
+            kernel launches; the results are the same up to rounding.
         graph: capture the whole step as a CUDA graph. If the network is not compiled, its Inception branches then run
-            in parallel, and with ``cast_once`` the gradients of its convolution kernels are computed on another stream.
-        batch: the number of examples in this rank's part of a full batch. A smaller batch at the end of an epoch runs
-            without the graph and, in a single process, without compilation.
+            in parallel, and with ``cast_once`` the gradients of its weights are computed on another stream.
+        batch: the number of examples in this rank's part of a full batch. A batch of another size, such as an epoch's
+            last, runs without the graph and, in a single process, without compilation.
     """
 
     def __init__(
@@ -270,7 +273,7 @@ class _Graph:
         self.function, self.left = function, warmup
         self.inputs: tuple[Tensor, ...] | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
-        # This stream has a higher priority than that of the weight gradients, which are needed last.
+        # This stream has a higher priority than the stream of the weight gradients, which are needed last.
         self.stream = torch.cuda.Stream(priority=-1)
 
     def __call__(self, *inputs: Tensor) -> None:

@@ -1,10 +1,10 @@
 """The building blocks of the appendix network: a convolution unit, the separable stem, an Inception module.
 
-Some consecutive linear maps can be merged or swapped without changing the result. On a GPU, these modules rearrange
-their computation accordingly during training, to save time. Inception modules also do so in evaluation without
-gradients. In all other cases, the modules call their children one after the other, so that functions such as ``fold``
-see the paper's network. Set ``rearrange`` to True or False to override this choice. Rearranging does not change the
-parameters.
+Some consecutive linear maps can be merged or swapped without changing the result, except for rounding. On a GPU, these
+modules rearrange their computation accordingly during training, to save time. Inception modules also do so in
+evaluation without gradients. In all other cases, the modules call their children one after the other, so that functions
+such as ``fold`` see the paper's network. Set ``rearrange`` to True or False to override this choice. Rearranging does
+not change the parameters.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ class Unit(nn.Sequential):
 
     On a GPU, a rearranged unit without batch normalization adds the bias and applies the nonlinearity in one kernel.
     If a max pool follows a rearranged unit with batch normalization in a
-    :class:`~batchnorm.models.bn_inception.network.Network`, the normalization and the pool are computed together.
+    :class:`~batchnorm.models.bn_inception.network.Network`, the normalization and the pool are computed together if
+    possible.
 
     Paper: Sec. 3.2, z = g(BN(Wu)); z = g(Wu + b)
     """
@@ -119,7 +120,7 @@ class Unit(nn.Sequential):
         return product
 
     def pools(self, pool: nn.Module, x: Tensor | torch.fx.Proxy) -> bool:
-        """Return whether :meth:`pooled` may replace calling the unit and then ``pool``; False if either has hooks."""
+        """Return whether :meth:`pooled` may replace calling the unit and then ``pool``."""
         if torch.compiler.is_compiling() or type(pool) is not MaxPool2d:
             return False
         if len(self) != 2 or not isinstance(self[1], BatchNorm2d):
@@ -134,7 +135,10 @@ class Unit(nn.Sequential):
         return cast(Tensor, pool(bn(product)))
 
     def joins(self) -> bool:
-        """Return whether the convolution can be merged with others: nn.Conv2d of stride 1 without groups or hooks."""
+        """Return whether the convolution can be merged with others.
+
+        It must be an ``nn.Conv2d`` of stride 1 without groups, and the unit and the convolution must have no hooks.
+        """
         conv = self[0]
         plain = type(conv) is nn.Conv2d and conv.groups == 1 and conv.stride == (1, 1)
         return plain and is_quiet(self) and is_quiet(conv)
@@ -149,7 +153,7 @@ class Unit(nn.Sequential):
 
 
 def _is_dense(conv: nn.Module) -> bool:
-    """Return whether a module is an ``nn.Conv2d`` that pads with zeros and has no bias, groups, dilation or hooks."""
+    """Return whether a module is an ``nn.Conv2d`` with numeric zero padding and no bias, groups, dilation or hooks."""
     if type(conv) is not nn.Conv2d or conv.bias is not None or not is_quiet(conv) or is_watched():
         return False
     return (
@@ -167,11 +171,14 @@ MakeUnit = Callable[[int, int, int, int, int, str], Unit]
 class SeparableConv2d(nn.Sequential):
     """Convolve each input channel with its own ``multiplier`` filters, then mix the results with a 1x1 convolution.
 
-    Let D be the depthwise weights and P the pointwise weights. The dense convolution with the weights
-    W[o, i] = sum_m P[o, i, m] D[i, m] has the same result. A rearranged module computes this dense convolution, which
-    needs more multiply-adds, but runs as one matrix product and stores no depthwise activations for the backward pass.
-    If ``by_blocks`` is set and the stride is 2, the dense convolution reads the image as blocks of 2x2 pixels with four
-    times the channels. The result is the same, but tensor cores are faster with more than an image's three channels.
+    Let D[i, m] be the m-th depthwise filter of input channel i, and P[o, i, m] its pointwise weight for output channel
+    o. The dense convolution with the weights W[o, i] = sum_m P[o, i, m] D[i, m] has the same result. A rearranged
+    module computes this dense convolution, which needs more multiply-adds, but runs as one matrix product and stores no
+    depthwise activations for the backward pass.
+
+    If ``by_blocks`` is set, the stride is 2 and the kernel is square with an odd size, the dense convolution reads the
+    image as blocks of 2x2 pixels with four times the channels. The result is the same, but tensor cores are faster with
+    more than an image's three channels.
 
     >>> conv = SeparableConv2d(3, 64, 7, stride=2, multiplier=8)
     >>> x, conv.rearrange = torch.randn(1, 3, 16, 16), True
@@ -195,7 +202,7 @@ class SeparableConv2d(nn.Sequential):
         self.by_blocks = True
 
     def composed_weight(self) -> Tensor:
-        """Return the dense kernel W, which is differentiable and has the parameters' dtype, even under autocast."""
+        """Return the dense kernel W as a differentiable tensor; autocast does not lower its precision."""
         return compose(self.pointwise.weight, self.depthwise.weight, self.depthwise.groups)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -209,7 +216,7 @@ class SeparableConv2d(nn.Sequential):
         else:
             y = F.conv2d(x, weight, bias, stride, self.depthwise.padding)
         if not x.requires_grad:
-            note_cut(y, self.parameters())
+            note_cut(y)
         return y
 
     def _is_as_built(self) -> bool:
@@ -233,14 +240,14 @@ class InceptionModule(nn.Module):
     """Apply a 1x1, a 3x3, a double 3x3 and a pooling branch to the same input, and concatenate their outputs.
 
     A rearranged module computes the 1x1 convolutions of its input as one convolution with concatenated weights. It
-    averages after the projection instead of before it, because the projection has fewer output channels:
+    averages after the projection instead of before it, because the projection has fewer output than input channels:
     avg(Wx) = W avg(x). If the kernels support every branch, the branches also write directly to their channels of the
-    output, and in training one launch normalizes several branches. In evaluation on a GPU without gradients, the module
-    is rearranged only if the kernels support every branch. With ``side_by_side``, a rearranged module runs convolutions
-    of two branches at the same time, on two CUDA streams.
+    output, and in training several branches are normalized together. In evaluation on a GPU without gradients, the
+    module is rearranged only if the kernels support every branch. With ``side_by_side``, a rearranged module runs
+    convolutions of two branches at the same time, on two CUDA streams.
 
     Args:
-        inputs: input channels.
+        inputs: the number of input channels.
         row: the module's row of the table.
         size: height of the input map.
         unit: function that makes a convolution with its normalization and nonlinearity.
@@ -276,7 +283,7 @@ class InceptionModule(nn.Module):
         self.side_by_side = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the concatenated branches."""
+        """Return the concatenated outputs of the branches."""
         rearranged = _rearranged(self, x)
         if (rearranged or _is_evaluated(self, x)) and self._is_as_built():
             heads = self._heads()
@@ -302,7 +309,7 @@ class InceptionModule(nn.Module):
         return all(type(unit) is Unit for unit in units)
 
     def _heads(self) -> dict[str, Unit]:
-        """Return the units whose 1x1 convolutions read the input, including the projection if it precedes the pool."""
+        """Return the units whose 1x1 convolutions read the input, including a projection that can precede the pool."""
         heads = {"one": self.one, "three": self.three[0], "double": self.double33[0]}
         if self.projects_first:
             heads["project"] = self.pool[1]
@@ -399,7 +406,7 @@ class InceptionModule(nn.Module):
 def both(first: Callable[[], _A], second: Callable[[], _B]) -> tuple[_A, _B]:
     """Call two functions on two CUDA streams, so that their kernels can overlap in the forward and the backward pass.
 
-    A tensor that one stream allocates and the other reads is freed only after the streams have synchronized.
+    The memory of a tensor that one stream allocates and the other reads is reused only after the streams synchronize.
     """
     main, side = torch.cuda.current_stream(), _side_stream()
     side.wait_stream(main)
@@ -422,7 +429,7 @@ def _rearranged(module: Unit | SeparableConv2d | InceptionModule, x: Tensor | to
 
 
 def _is_evaluated(module: InceptionModule, x: Tensor | torch.fx.Proxy) -> bool:
-    """Return whether the module is on a GPU in evaluation mode, without gradients, and ``rearrange`` is not set."""
+    """Return whether ``x`` is on a GPU, the module is evaluated without gradients, and ``rearrange`` is None."""
     if isinstance(x, torch.fx.Proxy) or module.rearrange is not None:
         return False
     return x.is_cuda and not module.training and not torch.is_grad_enabled()

@@ -36,8 +36,8 @@ APPENDIX = (
 )
 # fmt: on
 AMBIGUOUS = ("4c", "4d")
-# When training with :class:`WeightGradients`, the weights of this layer and of the later ones, which are 9 of 10, are
-# updated while the backward pass goes on.
+# In training with WeightGradients, the weights of this layer and of all later layers, about 90% of all weights, are
+# updated while the backward pass of the earlier layers runs.
 CUT = "inception_4a"
 SMALLEST_MAP = 4  # smallest height of the last feature map; the paper uses only images of 224 px
 
@@ -145,7 +145,7 @@ def inception(
 class Network(nn.Sequential):
     """Call the layers in order, but if possible compute a unit together with a max pool that follows it.
 
-    Beyond the paper: the network's largest tensors, between a unit and its max pool, are not written to memory.
+    Beyond the paper: the network's largest tensors, between a unit and its max pool, need not be written to memory.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -154,9 +154,8 @@ class Network(nn.Sequential):
         cut = getattr(self, CUT, None)
         while layers:
             layer = layers.pop(0)
-            if layer is cut and is_aside():
-                later = {id(p) for after in (layer, *layers) for p in after.parameters()}
-                note_cut(x, [p for p in self.parameters() if id(p) not in later])
+            if layer is cut:
+                note_cut(x)
             if type(layer) is Unit and layers and layer.pools(layers[0], x):
                 x = layer.pooled(x, layers.pop(0))
             elif type(layer) is nn.Linear and is_aside() and is_quiet(layer) and not is_watched():
@@ -179,6 +178,8 @@ def rows(projection: Literal[96, 128] = 96) -> tuple[InceptionRow, ...]:
 
 def early_strides(size: int) -> tuple[int, int]:
     """Return the strides of the first convolution and the first max pool for images of ``size`` px.
+
+    A max pool of stride 1 is left out of the network.
 
     >>> early_strides(224), early_strides(64), early_strides(32)
     ((2, 2), (2, 1), (1, 1))
@@ -231,10 +232,12 @@ def initialize_(
 class LocalResponseNorm(nn.LocalResponseNorm):
     """Divide each value by (k + alpha * mean square over neighbouring channels) ** beta.
 
+    For an odd ``size`` n, the formula is
+
         y_c = x_c (k + alpha / n sum_{|c' - c| <= n/2} x_{c'}^2)^-beta
 
-    Torch computes the sum by pooling over an additional dimension, in another memory format. On a GPU, this module
-    computes the sum as a 1x1 convolution with a banded matrix.
+    Torch computes the sum by pooling over an additional dimension, in another memory format. For channels-last tensors
+    on a GPU, this module computes the sum as a 1x1 convolution with a banded matrix.
 
     >>> norm, x = LocalResponseNorm(5, alpha=0.5), torch.randn(2, 8, 3, 3)
     >>> torch.allclose(norm.convolved(x), norm(x), atol=1e-5)

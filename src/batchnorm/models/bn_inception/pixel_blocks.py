@@ -1,4 +1,4 @@
-"""Images as blocks of 2x2 pixels with four times the channels, and their convolution."""
+"""Rearrange images into blocks of 2x2 pixels, and convolve the blocks."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ BLOCKS = 128  # blocks per program of to_blocks
 
 
 SOURCE = Path(__file__).with_name("pixel_blocks.cu")
-# The kernel that pixel_blocks.cu supports, the paper's first convolution: (outputs, inputs, height, width).
+# The only kernel shape that pixel_blocks.cu supports, from the paper's first convolution: (outputs, inputs, height,
+# width).
 STEM = (64, 3, 7, 7)
-VALUES = 256  # values of the blocks that an output pixel depends on
+VALUES = 256  # number of values in the blocks that an output pixel depends on
 PIXELS = 256  # output pixels that a program of pixel_blocks.cu processes at a time
 THREADS = {"convolve": 128, "kernel_gradient": 256, "add_parts": 256}  # per program
 EACH = {"convolve": 2, "kernel_gradient": 1, "add_parts": 8}  # programs per multiprocessor
@@ -36,7 +37,7 @@ class Window(NamedTuple):
     """The blocks that one output pixel depends on, for a convolution at stride 2 with an odd kernel size."""
 
     taps: int  # blocks per side
-    front: int  # 1 if the kernel needs a zero in front, so that it starts at a block's first pixel; else 0
+    front: int  # 1 if a row and a column of zeros must precede the kernel to align it with the blocks; else 0
     before: int  # blocks of padding before the image
 
     @classmethod
@@ -88,7 +89,7 @@ def _has_kernels(x: Tensor) -> bool:
 
 
 def write_blocks(x: Tensor, blocks: Tensor, before: int) -> None:
-    """Run the kernel that writes images to the dense tensor ``blocks`` of shape (N, rows, columns, channels)."""
+    """Write the images ``x`` to ``blocks``, a contiguous tensor of shape (N, rows, columns, channels), with Triton."""
     from .triton.pixel_blocks import to_blocks
 
     n, rows, columns, channels = blocks.shape
@@ -101,7 +102,8 @@ def write_blocks(x: Tensor, blocks: Tensor, before: int) -> None:
 def convolve_by_blocks(x: Tensor, kernel: Tensor, bias: Tensor | None = None) -> Tensor:
     """Convolve at stride 2, with an odd kernel size K and padding K // 2, as a stride-1 convolution of 2x2 blocks.
 
-    On a GPU in half precision, pixel_blocks.cu computes the paper's first convolution and its kernel's gradient.
+    On a GPU in half precision, if possible, pixel_blocks.cu computes the paper's first convolution and the gradient of
+    its kernel.
 
     Raises:
         RuntimeError: if the image and the kernel have different numbers of channels.
@@ -121,16 +123,19 @@ def convolve_by_blocks(x: Tensor, kernel: Tensor, bias: Tensor | None = None) ->
 
 
 def _can_convolve(blocks: Tensor, kernel: Tensor) -> bool:
-    if not _has_kernels(blocks) or kernel.shape != STEM or driver.unavailable() is not None:
+    # Under torch.compile, is_unseen is False, and Dynamo must not trace the checks of the driver below.
+    if not is_unseen(blocks, kernel) or not _has_kernels(blocks) or kernel.shape != STEM:
         return False
     device = blocks.device
+    if driver.unavailable() is not None:
+        return False
     if torch.cuda.get_device_capability(device) < (8, 0):
         return False
     needed = max(_shared_memory(name, blocks.shape[3]) for name in ("convolve", "kernel_gradient"))
     fits = min(blocks.shape[2:]) >= Window.of(STEM[-1]).taps and needed <= _available(device)
     half = blocks.dtype in (torch.bfloat16, torch.float16) and kernel.device == device
     cast = torch.is_autocast_enabled("cuda") and kernel.dtype in DTYPES
-    plain = is_unseen(blocks, kernel) and not is_forward_mode() and not blocks.requires_grad
+    plain = not is_forward_mode() and not blocks.requires_grad
     return fits and half and plain and (cast or kernel.dtype == blocks.dtype) and 0 < blocks.numel() < 2**31
 
 
@@ -156,11 +161,11 @@ class _Convolution(torch.autograd.Function):
 
 
 def _differentiable_gradient(blocks: Tensor, dy: Tensor, kernel: Tensor) -> Tensor:
-    """Return the kernel's gradient by operations of torch; this undoes the padding in :func:`convolve_by_blocks`."""
+    """Return the gradient of the unpadded kernel, computed with differentiable operations of torch."""
     outputs, inputs, size, _ = kernel.shape
     taps, front, _ = Window.of(size)
     found: Tensor = conv2d_weight(blocks, (outputs, blocks.shape[1], taps, taps), dy)[:, : 4 * inputs]
-    # A batch of gradients supports reshape, but not unflatten.
+    # A batch of gradients (is_grads_batched=True) supports reshape, but not unflatten.
     found = found.reshape(outputs, 2, 2, inputs, taps, taps).permute(0, 3, 4, 1, 5, 2)
     found = found.reshape(outputs, inputs, 2 * taps, 2 * taps)
     return found[..., front : front + size, front : front + size].to(kernel.dtype)
@@ -169,8 +174,10 @@ def _differentiable_gradient(blocks: Tensor, dy: Tensor, kernel: Tensor) -> Tens
 def run_convolve(blocks: Tensor, kernel: Tensor, y: Tensor) -> None:
     """Run the CUDA kernel that convolves blocks.
 
+    All tensors must be contiguous and start at multiples of 16 bytes.
+
     Args:
-        blocks: of shape (N, rows, columns, channels). All tensors must be dense and start at multiples of 16 bytes.
+        blocks: of shape (N, rows + 3, columns + 3, channels).
         kernel: of shape (outputs, inputs, K, K), in float32.
         y: where to write the output; of shape (N, rows, columns, outputs).
     """
@@ -178,7 +185,7 @@ def run_convolve(blocks: Tensor, kernel: Tensor, y: Tensor) -> None:
 
 
 def run_kernel_gradient(blocks: Tensor, dy: Tensor) -> Tensor:
-    """Return the kernel's gradient, in float32, given the gradient ``dy`` of what :func:`run_convolve` writes."""
+    """Return the kernel's gradient, in float32, given the gradient ``dy`` of the output of :func:`run_convolve`."""
     programs = _programs("kernel_gradient", dy)
     partial = torch.empty(programs, STEM[0], VALUES, dtype=torch.float32, device=dy.device)
     _run("kernel_gradient", blocks, dy, dy, partial)
@@ -190,7 +197,7 @@ def run_kernel_gradient(blocks: Tensor, dy: Tensor) -> Tensor:
 
 
 def aligned(t: Tensor) -> Tensor:
-    """Return a dense tensor that starts at a multiple of 16 bytes: ``t`` itself if possible, else a copy."""
+    """Return a contiguous tensor that starts at a multiple of 16 bytes: ``t`` itself if possible, else a copy."""
     t = t.contiguous()
     return t if t.data_ptr() % 16 == 0 else t.clone()
 
@@ -223,16 +230,17 @@ def _programs(name: str, y: Tensor) -> int:
 
 
 def _tile_bytes(width: int) -> int:
-    """Return the size of the blocks that a tile needs, at most; ``width`` is the number of blocks per row."""
+    """Return the maximum size, in bytes, of the blocks that a tile needs; ``width`` is the number of blocks per row."""
     more = Window.of(STEM[-1]).taps - 1
     columns = width - more
-    rows = (columns + PIXELS - 2) // columns + 1  # rows of output pixels in a tile, at most
+    rows = (columns + PIXELS - 2) // columns + 1  # the maximum number of rows of output pixels in a tile
     return (rows + more) * width * 32
 
 
 def _shared_memory(name: str, width: int) -> int:
-    """Return the bytes of shared memory that a program of pixel_blocks.cu needs."""
-    # Besides two tiles' blocks and indices: the weights, with padding, or two tiles of dy.
+    """Return how many bytes of shared memory a program of the CUDA kernel ``name`` needs."""
+    # Both kernels need the blocks and indices of two tiles. In addition, convolve needs the padded weights, and
+    # kernel_gradient needs two tiles of dy.
     others = STEM[0] * (VALUES + 8) * 2 if name == "convolve" else 2 * PIXELS * STEM[0] * 2
     return 8 * PIXELS + 2 * _tile_bytes(width) + others
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -20,33 +20,57 @@ _A = TypeVar("_A")
 class WeightGradients:
     """Compute the gradients of weights on a separate stream, concurrently with the backward pass.
 
-    Use the object in a ``with`` statement around the forward pass; it applies to calls of :func:`convolve` and
-    :func:`linear`. A weight's gradient must not be read before :meth:`wait`, so use ``torch.autograd.grad``:
-    ``loss.backward()`` would read the gradients to add them to ``.grad``.
+    Use the object in a ``with`` statement around the forward pass. Then call :meth:`backward`, which computes the
+    gradients, and :meth:`wait`. Weights that are used by :func:`convolve` and :func:`linear` have their gradients
+    computed on the separate stream. If any weight is used more than once, no gradient is: autograd would add up the
+    weight's gradients without waiting for the stream.
     """
 
-    # Wait for the oldest gradients if more than AHEAD are pending and their inputs, which stay in memory, have more
-    # than BYTES bytes.
+    # While more than AHEAD computations are pending and their inputs take more than BYTES bytes of memory, wait for the
+    # oldest computation.
     AHEAD, BYTES = 2, 2**29
 
     def __init__(self) -> None:
         self.stream, self.update_stream = torch.cuda.Stream(), torch.cuda.Stream()
         self.pending: deque[tuple[torch.cuda.Event, tuple[Tensor, ...]]] = deque()
         self.others: set[torch.cuda.Stream] = set()  # streams that must be joined by :meth:`wait`
-        self.uses: Counter[int] = Counter()  # how often this forward pass has used the weight at each address
-        self.cuts: list[tuple[Tensor, set[int]]] = []  # see :func:`note_cut`
+        self.cuts: list[Tensor] = []  # see :func:`note_cut`
+        self.defers = False  # whether gradients are computed on the separate stream
 
     def __enter__(self) -> None:
         _local.gradients = self
-        self.uses.clear()
         self.cuts.clear()
 
     def __exit__(self, *_: object) -> None:
         _local.gradients = None
 
+    def backward(self, y: Tensor, dy: Tensor, weights: Sequence[Tensor]) -> Iterator[tuple[list[int], list[Tensor]]]:
+        """Compute the gradients of ``weights``, given the gradient ``dy`` of the output ``y``.
+
+        The backward pass stops at each cut, from the last to the first. After each part, yield the indices of the
+        weights whose gradients are complete, and these gradients. Read them only inside :meth:`updating`, or after
+        :meth:`wait`.
+        """
+        parts = divide(y, self.cuts)
+        self.cuts.clear()
+        uses = [_uses(edges) for _, edges in parts]
+        self.defers = all(count == 1 for part in uses for count in part.values())
+        left = list(range(len(weights)))
+        try:
+            for (cut, _), used in zip(parts, uses, strict=True):
+                done = left if cut is None else [k for k in left if id(weights[k]) in used]
+                wanted = [*(weights[k] for k in done), *([] if cut is None else [cut])]
+                grads = list(torch.autograd.grad(y, wanted, dy)) if wanted else []
+                if cut is not None:
+                    y, dy = cut, grads.pop()
+                left = [k for k in left if k not in done]
+                yield done, grads
+        finally:
+            self.defers = False
+
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Run the block on this object's stream; the tensors that it reads must stay in memory until :meth:`wait`."""
+        """Run the block on ``self.stream``; the tensors that the block reads must stay in memory until :meth:`wait`."""
         current = torch.cuda.current_stream()
         self.others |= {current, self.stream}
         self.stream.wait_stream(current)
@@ -55,7 +79,10 @@ class WeightGradients:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Run the block on a third stream, after all gradients so far; its inputs must stay in memory as well."""
+        """Run the block on ``self.update_stream``, after all gradients that have been launched so far.
+
+        The tensors that the block reads must stay in memory until :meth:`wait`.
+        """
         for stream in (torch.cuda.current_stream(), self.stream):
             self.update_stream.wait_stream(stream)
         self.others.add(self.update_stream)
@@ -63,7 +90,7 @@ class WeightGradients:
             yield
 
     def compute(self, function: Callable[..., _A], *inputs: Tensor) -> _A:
-        """Return ``function(*inputs)``, which computes gradients; they may be incomplete until :meth:`wait`."""
+        """Return ``function(*inputs)``, computed on ``self.stream``; do not read the result before :meth:`wait`."""
         with self.beside():
             found = function(*inputs)
             event = torch.cuda.Event()
@@ -71,7 +98,7 @@ class WeightGradients:
         self.pending.append((event, inputs))
         while len(self.pending) > self.AHEAD and self._pending_bytes() > self.BYTES:
             done, _ = self.pending.popleft()
-            # After this loop, the memory of the gradient's inputs can be reused, because later work waits for `done`.
+            # Make later work wait for `done`, so that it can reuse the memory of the gradient's inputs.
             for stream in self.others - {self.stream, self.update_stream}:
                 stream.wait_event(done)
         return found
@@ -80,7 +107,7 @@ class WeightGradients:
         return sum(t.numel() * t.element_size() for _, inputs in self.pending for t in inputs)
 
     def wait(self) -> None:
-        """Make the current stream wait for all gradients."""
+        """Make the current stream wait for all gradients and for the blocks of :meth:`updating`."""
         for stream in self.others:  # a CUDA graph capture must join all streams used in it, and no others
             torch.cuda.current_stream().wait_stream(stream)
         self.pending.clear()
@@ -99,22 +126,73 @@ def is_aside() -> bool:
     return _local.gradients is not None
 
 
-def note_cut(x: Tensor, before: Iterable[Tensor]) -> None:
-    """Tell an enclosing :class:`WeightGradients` block that all weights but ``before`` are used after ``x``.
+def note_cut(x: Tensor) -> None:
+    """Let the backward pass of an enclosing :class:`WeightGradients` block stop at ``x``.
 
-    The gradients of the other weights are then known as soon as that of ``x`` is.
+    Once the gradient of ``x`` is known, those of all weights that were used after ``x`` are complete.
     """
     if _local.gradients is not None and x.requires_grad:
-        _local.gradients.cuts.append((x, set(map(id, before))))
+        _local.gradients.cuts.append(x)
+
+
+Edges = Counter[Any]  # the number of edges of a backward graph that lead to each node
+
+
+def divide(y: Tensor, cuts: Sequence[Tensor]) -> list[tuple[Tensor | None, Edges]]:
+    """Divide the backward graph of ``y`` at ``cuts``, which are in the order of the forward pass.
+
+    Return the parts from ``y`` to the leaves, each with the cut at its end (None for the last part). If a path leads
+    around a cut, the graph is not divided.
+
+    >>> x = torch.ones((), requires_grad=True)
+    >>> h = 2 * x
+    >>> [cut is h for cut, _ in divide(h * h, [h])], len(divide(h * x, [h]))
+    ([True, False], 1)
+    """
+    parts: list[tuple[Tensor | None, Edges]] = []
+    start, known = y, set[Any]()
+    for cut in (*reversed(cuts), None):
+        edges = _edges(start, cut)
+        if edges is None or known & edges.keys():
+            return [(None, _edges(y, None) or Counter())]
+        known |= edges.keys()
+        parts.append((cut, edges))
+        start = start if cut is None else cut
+    return parts
+
+
+def _edges(start: Tensor, cut: Tensor | None) -> Edges | None:
+    """Count the edges of the backward graph between two tensors; None if no path leads from ``start`` to ``cut``."""
+    edges: Edges = Counter([start.grad_fn])
+    nodes, reached = [start.grad_fn], cut is None
+    while nodes:
+        for node, output in getattr(nodes.pop(), "next_functions", ()):
+            if cut is not None and node is cut.grad_fn and output == cut.output_nr:
+                reached = True
+            elif node is not None:
+                edges[node] += 1
+                if edges[node] == 1:
+                    nodes.append(node)
+    return edges if reached else None
+
+
+def _uses(edges: Edges) -> dict[int, int]:
+    """Return how often each leaf is used; the keys are the ids of the leaves."""
+    return {id(node.variable): n for node, n in edges.items() if type(node).__name__ == "AccumulateGrad"}
+
+
+def _is_direct(weight: Tensor) -> bool:
+    """Return whether autograd passes the gradient of ``weight`` on to parameters without reading it."""
+    return weight.is_leaf or type(weight.grad_fn).__name__ == "_JoinedKernelsBackward"
 
 
 def convolve(x: Tensor, weight: Tensor, stride: Any, padding: Any) -> Tensor:
     """Convolve ``x``; in a :class:`WeightGradients` block, a separate stream computes the gradient of ``weight``."""
     gradients = _local.gradients
-    plain = is_unseen(x, weight) and not is_forward_mode() and not weight._backward_hooks
-    if gradients is None or x.dtype != weight.dtype or not plain:
+    if gradients is None or x.dtype != weight.dtype or not is_unseen(x, weight) or is_forward_mode():
         return F.conv2d(x, weight, None, stride, padding)
-    gradients.uses[weight.data_ptr()] += 1
+    if not _is_direct(weight) or weight._backward_hooks:
+        return F.conv2d(x, weight, None, stride, padding)
     y: Tensor = _Convolution.apply(x, weight, stride, padding, gradients)  # type: ignore[no-untyped-call]
     return y
 
@@ -130,8 +208,7 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
-        # If a kernel is used more than once, autograd adds up its gradients, without waiting for the separate stream.
-        if torch.is_grad_enabled() or ctx.gradients.uses[weight.data_ptr()] > 1:
+        if torch.is_grad_enabled() or not ctx.gradients.defers:
             return *_convolution_gradients(dy, x, weight, ctx.options, (True, True)), None, None, None
         dweight = ctx.gradients.compute(
             lambda dy, x: _convolution_gradients(dy, x, weight, ctx.options, (False, True))[1], dy, x
@@ -143,13 +220,14 @@ class _Convolution(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Apply a linear layer; in a :class:`WeightGradients` block, a separate stream computes its weights' gradients."""
+    """Apply a linear layer; a :class:`WeightGradients` block computes parameter gradients on a separate stream."""
     gradients = _local.gradients
     if gradients is None or bias is None or x.dim() != 2 or x.dtype != weight.dtype or not x.requires_grad:
         return F.linear(x, weight, bias)
     if not is_unseen(x, weight, bias) or is_forward_mode() or weight._backward_hooks or bias._backward_hooks:
         return F.linear(x, weight, bias)
-    gradients.uses[weight.data_ptr()] += 1
+    if not _is_direct(weight) or not _is_direct(bias):
+        return F.linear(x, weight, bias)
     y: Tensor = _Linear.apply(x, weight, bias, gradients)  # type: ignore[no-untyped-call]
     return y
 
@@ -157,22 +235,23 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, gradients: WeightGradients) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        # torch.utils.checkpoint may recompute the call outside the block, and requires that F.linear saves the same.
+        ctx.save_for_backward(x, weight.t())
         ctx.gradients, ctx.dtype = gradients, bias.dtype
         return F.linear(x, weight, bias.to(x.dtype))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
-        x, weight = ctx.saved_tensors
+        x, transposed = ctx.saved_tensors
 
         def parameters(dy: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
             return dy.t() @ x, dy.sum(0, dtype=ctx.dtype)
 
         with torch.autocast(dy.device.type, enabled=False):
-            if torch.is_grad_enabled() or ctx.gradients.uses[weight.data_ptr()] > 1:
-                return dy @ weight, *parameters(dy, x), None
+            if torch.is_grad_enabled() or not ctx.gradients.defers:
+                return dy @ transposed.t(), *parameters(dy, x), None
             dweight, dbias = ctx.gradients.compute(parameters, dy, x)
-            return dy @ weight, dweight, dbias, None
+            return dy @ transposed.t(), dweight, dbias, None
 
 
 def _convolution_gradients(

@@ -1,1 +1,1 @@
-"""Kernels written in Triton."""
+"""Triton kernels for training."""

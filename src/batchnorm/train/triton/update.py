@@ -8,7 +8,7 @@ import triton.language as tl
 
 @triton.jit
 def update(table, chunks, momentum, CHUNK: tl.constexpr, ALIGNED: tl.constexpr):
-    """Update CHUNK elements of one tensor.
+    """Update up to CHUNK elements of one tensor.
 
     ``table`` has a row of seven numbers for each tensor. The first five are the addresses of the weights, the velocity,
     the gradient, the bfloat16 copy (0 if there is none) and the learning rate. The last two are the number of elements
