@@ -405,7 +405,7 @@ def test_a_layer_that_is_not_called_is_left_alone():
             return self.a(x)
 
     report = bn.estimate_(Half(), [torch.randn(4, 2)])
-    assert [site.reason for site in report.left_alone] == ["not called on these batches"]
+    assert [site.reason for site in report.left_alone] == ["these batches have no values for it"]
 
 
 @pytest.mark.parametrize("upstream", ["batch", "population"])

@@ -7,10 +7,11 @@ import re
 import sys
 from argparse import ArgumentParser, BooleanOptionalAction
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import is_dataclass
 from functools import partial, wraps
 from inspect import Parameter, signature
+from pathlib import Path
 from textwrap import dedent
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -24,7 +25,7 @@ except ImportError:  # use argparse, with the same annotations
     TYRO = None
 
     class OmitArgPrefixes:  # type: ignore[no-redef]
-        """Do nothing: options that argparse reads never have a prefix."""
+        """Do nothing, because with argparse no option has a prefix."""
 
     class Positional:  # type: ignore[no-redef]
         """Mark a positional argument."""
@@ -56,20 +57,32 @@ def call_with(words: Sequence[str], function: Callable[..., Any], prog: str, des
     if TYRO is not None:
         config = (OmitArgPrefixes, TYRO.conf.PositionalMetavarFromFieldName)
         registry = TYRO.constructors.ConstructorRegistry()
-        registry.primitive_rule(_optional_choice)
+        registry.primitive_rule(_optional)
         # Parse first and call the function later, so that tyro's messages are redirected but not the function's output.
         bound = function if is_dataclass(function) else wraps(function)(partial(partial, function))
-        errors = io.StringIO()
+        errors, output = io.StringIO(), _Output()
         try:
-            with redirect_stderr(errors):
+            with redirect_stderr(errors), redirect_stdout(output):
                 made = TYRO.cli(bound, prog=prog, description=description, config=config, args=words, registry=registry)
         except SystemExit:
+            print(_without_none(output.getvalue()), end="")
             print(_without_box(errors.getvalue(), prog), end="", file=sys.stderr)
             raise
         return made if bound is function else made()
     parser = ArgumentParser(prog=prog, description=description, allow_abbrev=False)
     make = _add_arguments(parser, function)
     return make(vars(parser.parse_args(words)))
+
+
+class _Output(io.StringIO):
+    """Collect text that is meant for the standard output, and answer questions about a stream as it would."""
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return sys.__stdout__.encoding if sys.__stdout__ is not None else "utf-8"
+
+    def isatty(self) -> bool:
+        return sys.__stdout__ is not None and sys.__stdout__.isatty()
 
 
 def _without_box(text: str, prog: str) -> str:
@@ -89,21 +102,32 @@ def _without_box(text: str, prog: str) -> str:
     return dedent("".join(f"{line}\n" for line in lines if line.strip("╰╯─- ")))
 
 
-def _optional_choice(info: Any) -> Any:
-    """Return tyro's specification of an optional choice, so that None, the default, is not listed as a choice."""
+def _without_none(text: str) -> str:
+    """Return tyro's help without the default of options that are not set by default; the box keeps its shape.
+
+    >>> _without_none("│ a folder (default: None) │")
+    '│ a folder                 │'
+    """
+    unset = r"\(default:(\s+│?\n?│?\s*)(None)?\)"
+    return re.sub(unset, lambda hint: re.sub(r"[^\s│]", " ", hint[0]), text)
+
+
+def _optional(info: Any) -> Any:
+    """Return tyro's specification of an option that is None by default, so that None is not listed as a choice."""
     if get_origin(info.type) not in (Union, UnionType):
         return None
     kind, *others = (one for one in get_args(info.type) if one is not NoneType)
-    if others or not (kind is bool or get_origin(kind) is Literal):
+    if others or not (kind in (bool, int, float, str, Path) or get_origin(kind) is Literal):
         return None
-    choices = {str(value): value for value in ((True, False) if kind is bool else get_args(kind))}
+    words = (True, False) if kind is bool else get_args(kind)
+    choices = {str(value): value for value in words}
     return TYRO.constructors.PrimitiveConstructorSpec(
         nargs=1,
-        metavar=f"{{{','.join(choices)}}}",
-        instance_from_str=lambda words: choices[words[0]],
-        is_instance=lambda value: value is None or value in choices.values(),
+        metavar=f"{{{','.join(choices)}}}" if choices else kind.__name__.upper(),
+        instance_from_str=lambda given: choices[given[0]] if choices else kind(given[0]),
+        is_instance=lambda value: value is None or (value in choices.values() if choices else isinstance(value, kind)),
         str_from_instance=lambda value: [str(value)],
-        choices=tuple(choices),
+        choices=tuple(choices) or None,
     )
 
 

@@ -41,7 +41,8 @@ Rule = Literal["paper", "pooled"]
 Upstream = Literal["batch", "population"]
 Layers = dict[TorchBatchNorm, str]
 
-# In training mode with momentum 1, a call of these layers sets their buffers to the batch's mean and unbiased variance.
+# In training mode with momentum 1, calling one of these layers sets its buffers to the batch's mean and unbiased
+# variance.
 KNOWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d)
 FUNCTIONS = (F.batch_norm, torch.batch_norm, torch.native_batch_norm)
 
@@ -49,7 +50,7 @@ FUNCTIONS = (F.batch_norm, torch.batch_norm, torch.native_batch_norm)
 def population_statistics(over_batches: AveragedMoments, rule: Rule) -> tuple[Tensor, Tensor]:
     """Return E[x] and Var[x] from the averages E_B[mu_B] and E_B[sigma_B^2] over mini-batches.
 
-    If mini-batches differ in size, the averages are weighted by size and m is the mean size, so that
+    If mini-batches differ in size, the averages are weighted by size. In rule "paper", m is then the mean size, so that
     Var[x] = sum(m_B sigma_B^2) / sum(m_B - 1).
 
     Paper: Alg. 2, l. 10
@@ -72,18 +73,18 @@ def estimate_(
 ) -> Population:
     """Replace the running statistics of a network with population statistics over mini-batches, in place.
 
-    Rule "paper": E[x] = E_B[mu_B] and Var[x] = m/(m-1) E_B[sigma_B^2]; for batches of unequal m, means are weighted
-    by m and Var[x] = sum(m sigma_B^2) / sum(m - 1). In convolutional layers m counts locations too.
+    Rule "paper": E[x] = E_B[mu_B] and Var[x] = m/(m-1) E_B[sigma_B^2]; for batches of unequal size m, means are
+    weighted by m and Var[x] = sum(m sigma_B^2) / sum(m - 1). In convolutional layers, m counts locations too.
     Rule "pooled": the mean and variance of all N samples together; the variance divides by N, not by N - 1.
 
     All layers except batch normalization run in evaluation mode, so dropout, for example, is off. Frozen layers (frozen
     by ``freeze_``, or in evaluation mode inside a network in training mode) keep their statistics and normalize by
-    them. The statistics of ``F.batch_norm`` calls outside a layer are not estimated; the report lists these calls. Each
-    estimated layer's ``num_batches_tracked`` becomes the number of batches. Nothing else in the network changes, and
-    nothing changes at all if an exception is raised. Call ``estimate_`` once after averaging weights (EMA, SWA),
-    because a network with averaged weights has different statistics. In a distributed run, every rank calls
-    ``estimate_`` on its own batches, and every rank gets the statistics of all batches. With synchronized layers and
-    ``upstream="batch"``, ranks need the same number of batches.
+    them. The statistics of ``F.batch_norm`` calls outside batch normalization layers are not estimated; the report
+    lists these calls. Each estimated layer's ``num_batches_tracked`` is set to the number of averaged batches. Nothing
+    else in the network changes, and nothing changes at all if an exception is raised. Call ``estimate_`` once after
+    averaging weights (EMA, SWA), because a network with averaged weights has different statistics. In a distributed
+    run, every rank calls ``estimate_`` on its own batches, and every rank gets the statistics of all batches. With
+    synchronized layers and ``upstream="batch"``, ranks need the same number of batches.
 
     Args:
         net: any network with batch normalization layers of this library or of ``torch.nn``.
@@ -92,15 +93,15 @@ def estimate_(
         rule: "paper" or "pooled".
         upstream: the statistics that the layers before an estimated layer use. "batch": the statistics of each batch,
             as in training; this takes one pass over the batches. "population": the population statistics estimated so
-            far; this takes one pass for each layer on the longest path through the network. With "population" and rule
-            "pooled", the result does not depend on how the data is split into batches, unless a layer is called several
-            times.
+            far; this takes one pass for each batch normalization layer on the longest path through the network. With
+            "population" and rule "pooled", the result does not depend on how the data is split into batches, unless a
+            layer is called several times.
         forward: a function of the network and a batch that calls the network, for batches of any other type.
 
     Raises:
         ValueError: if ``rule`` or ``upstream`` is unknown; if there are no layers or no batches; if ``batches`` is a
             bare tensor, or an iterator (with ``upstream="population"``); if a batch has only one value per feature
-            (with ``upstream="population"`` and rule "paper", only if all batches do); if a moment is not finite; if
+            (with ``upstream="population"``, only if the variance is then undefined); if a moment is not finite; if
             ranks with synchronized layers have different numbers of batches (with ``upstream="batch"``); if the
             network's code calls a layer's ``forward`` method instead of the layer; or if a layer has its own forward
             and normalizes neither with ``F.batch_norm`` nor with the forward of its base class.
@@ -151,7 +152,7 @@ def estimate_(
         )
     compared = tuple(_compare(path, m, found[m], rule) for m, path in layers.items() if m in found)
     unreached = [path for m, path in layers.items() if m not in found]
-    left_alone += [Site(path, "left alone", "not called on these batches") for path in unreached]
+    left_alone += [Site(path, "left alone", "these batches have no values for it") for path in unreached]
     for layer, averages in found.items():
         _write(layer, averages, rule)
     return Population(compared, tuple(left_alone))
@@ -185,7 +186,7 @@ def _by_depth(
     if first is None:
         return []
     graph = trace(net, first, forward)
-    reaching: dict[TracedCall, set[nn.Module]] = {}  # the layers on paths from the input to a call, and its layer
+    reaching: dict[TracedCall, set[nn.Module]] = {}  # the layers on paths from the input up to and including a call
     above: dict[nn.Module, set[nn.Module]] = {}  # the layers on paths from the input to any call of a layer
     for call in graph.calls:
         found = reaching[call] = set().union(*(reaching.get(v.producer, ()) for v in call.inputs if v.producer))
@@ -195,7 +196,7 @@ def _by_depth(
     shared = {m for m in above if len(graph.calls_of(m)) > 1}
     for m in shared:
         m.training = True  # a shared layer normalizes by the mini-batch until its statistics are known
-    depends = {m: set(found) for m, found in above.items()}  # `above`, plus paths through other calls of shared layers
+    depends = {m: set(found) for m, found in above.items()}  # `above`, plus layers above other calls of shared layers
     for middle in above:
         for found in depends.values():
             if middle in found:
@@ -240,7 +241,7 @@ def _is_synchronized(module: nn.Module) -> bool:
 
 
 def _equal_on_all_ranks(batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield the batches; if a rank has fewer than another, raise ValueError on every rank instead of hanging."""
+    """Yield the batches; if ranks have different numbers of batches, raise ValueError instead of hanging."""
     iterator = iter(batches)
     for number in count():
         batch = next(iterator, iterator)
@@ -259,8 +260,8 @@ def _equal_on_all_ranks(batches: Iterable[Any]) -> Iterator[Any]:
 class _Observer:
     """Accumulate the moments of each call of a layer.
 
-    A layer of a ``KNOWN`` class in training mode computes the moments itself: with momentum 1 and fresh buffers, its
-    buffers hold exactly these moments after the call. For other layers, and if ``direct`` is true, the observer
+    A layer of a ``KNOWN`` class in training mode computes the moments itself: with momentum 1, its buffers hold the
+    batch's mean and unbiased variance after the call. For other layers, and if ``direct`` is true, the observer
     computes the moments. A layer with its own forward may change its input before normalizing it, so for such a
     layer the observer records what the layer passes to ``F.batch_norm`` or to ``BatchNorm.forward``.
     """
@@ -285,12 +286,13 @@ class _Observer:
         with ExitStack() as stack:
             stack.enter_context(layer.register_forward_pre_hook(self._before, with_kwargs=True))
             if not self.direct:
-                # Use a fresh counter, in which the layer counts the calls that had usable statistics.
+                # Count from 0: `averages` compares the layer's count with the number of observed calls.
                 layer._buffers["num_batches_tracked"] = torch.zeros_like(layer.num_batches_tracked)  # type: ignore[arg-type]
                 layer.momentum = 1.0
                 stack.enter_context(layer.register_forward_hook(self._after))
             if self.own_forward and isinstance(layer, BatchNorm):
-                # Record the input in a replaced _check_input, and disable the fast path, which does not call it.
+                # Record the input in a replaced _check_input, and disable the fast path, which does not call
+                # _check_input.
                 patches = {"_fast": lambda *args: None, "_check_input": self._check_input}
                 vars(layer).update(patches)
                 stack.callback(lambda: [vars(layer).pop(name) for name in patches])
@@ -338,7 +340,7 @@ class _Observer:
         self._moments.add(self._m, mu, var)
 
     def averages(self) -> AveragedMoments | None:
-        """Return the averages over the batches of all ranks; None if no batch had values for this layer.
+        """Return the averages over the batches of all ranks, or None if no batch had values for this layer.
 
         Raises:
             ValueError: if a batch gave no usable moments, if the layer ran without its hooks, if its forward hides what
@@ -383,7 +385,8 @@ class _FunctionalCalls(TorchFunctionMode):
     """While active, list the calls of ``F.batch_norm`` outside batch normalization layers.
 
     Their statistics cannot be estimated, because only the code that calls ``F.batch_norm`` knows whether the call
-    should use the batch's statistics. Calls inside a layer in ``observers`` are passed to its observer.
+    should use the batch's statistics. If a layer in ``observers`` calls ``F.batch_norm``, the layer's observer records
+    the input.
     """
 
     def __init__(self, net: nn.Module) -> None:
@@ -395,7 +398,7 @@ class _FunctionalCalls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if sys._getframe(1).f_globals.get("__name__", "").startswith(ops.__name__):
-            return func(*args, **kwargs)  # called by this library; if the layer has an observer, it has seen the input
+            return func(*args, **kwargs)  # called by this library; any observer has already recorded the input
         owner = _running_module() if func in FUNCTIONS else None
         if owner in self.observers:
             self.observers[owner].observe(args[0] if args else kwargs["input"])
@@ -412,7 +415,7 @@ class _FunctionalCalls(TorchFunctionMode):
 
 
 def _running_module() -> nn.Module | None:
-    """Return the module whose method is running, found on the call stack."""
+    """Return the innermost module with a method on the call stack, or None if there is none."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         owner = frame.f_locals.get("self")

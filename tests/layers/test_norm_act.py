@@ -50,6 +50,14 @@ def image():
     return torch.randn(3, 3, 5, 5, dtype=torch.double)
 
 
+@pytest.mark.parametrize("act", [None, nn.SiLU(), nn.ELU()], ids=["none", "silu", "elu"])
+@pytest.mark.parametrize("rewrite", [False, True])
+def test_an_activation_after_it_is_fused_or_kept(act, rewrite):
+    net, x = network(act).append(nn.ReLU()), image()
+    converted = bn.convert(net, x, rewrite=rewrite)
+    torch.testing.assert_close(converted(x), net(x), **CLOSE)
+
+
 @pytest.mark.parametrize(
     ("act", "drop", "line"),
     [

@@ -61,7 +61,7 @@ def test_ghost_with_a_mask_that_leaves_a_group_one_value():
     # The groups of one and of no value have no unbiased variance.
     torch.testing.assert_close(layer.running_mean, plain.running_mean)
     torch.testing.assert_close(layer.running_var, plain.running_var)
-    with pytest.raises(ValueError, match=r"all but one value masked in a group of Ghost\(size=2\). Use a larger group"):
+    with pytest.raises(ValueError, match=r"only one unmasked value in a group of Ghost\(size=2\). Use a larger group"):
         bn.BatchNorm1d(2, statistics=bn.Ghost(2)).double()(x, mask=mask)
 
 

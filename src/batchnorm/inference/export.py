@@ -26,10 +26,10 @@ from .fold import fold_with_report, warn_of_left
 
 # A protobuf file is limited to 2 GiB; the weights of larger networks go into a second file.
 LARGEST_FILE = 1_900_000_000
-# If the example is small, the file is also checked on a larger batch of up to this size, because the network's code may
-# branch on the batch size.
+# If the example is small, the file is also checked on a larger batch of up to MANY_EXAMPLES, because the network's code
+# may branch on the batch size.
 MANY_EXAMPLES = 16
-LARGEST_INPUT = 2**22  # the most numbers in that larger batch, unless it has only one example more
+LARGEST_INPUT = 2**22  # the maximum number of values in a larger batch of at least twice the example's size
 
 
 @dataclass(frozen=True)
@@ -74,12 +74,13 @@ def export(
         net: any network; it is written in evaluation mode, with a warning if it is in training mode.
         example: a batch; a dict is passed as keyword arguments, so use a dict if the network has several inputs.
         path: ends in ``.onnx`` (needs the extra "export") or ``.pt2``.
-        dynamic_batch: let the first dimension of each input vary. The file is then also run on other batch sizes,
-            smaller and larger than the example's, except those that the network does not accept.
+        dynamic_batch: let the first dimension of each input vary. With ``dynamic_batch``, the file is also run on
+            batches of 1, 2 and 3 examples and on a batch larger than ``example``, except those that the network does
+            not accept.
         tolerance: the largest relative error to accept; by default, the error that rounding can cause in the network's
             precision.
-        metadata: strings to store in the file, such as class names. They become ONNX's metadata properties or
-            ``torch.export``'s extra files.
+        metadata: strings to store in the file, such as class names. These strings become ONNX's metadata properties
+            or ``torch.export``'s extra files.
 
     Warns:
         UserWarning: if a batch normalization is left in the file, or the network is in training mode.
@@ -87,8 +88,9 @@ def export(
     Raises:
         FileNotFoundError: if the folder of ``path`` does not exist.
         MissingExtraError: if packages for ONNX are missing; the message names all of them.
-        ValueError: if ``path`` has another extension, if torch cannot export the network, or if the file fails or its
-            outputs differ at one of the batch sizes.
+        TypeError: if the network is compiled or data-parallel; pass the network inside it.
+        ValueError: if ``path`` has another extension, if the network cannot be folded or exported, if the file fails at
+            a batch size other than the example's, or if its outputs differ at one of the batch sizes.
 
     >>> net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.ReLU()).eval()
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -108,7 +110,7 @@ def export(
     if net.training:
         warnings.warn(
             "the network is in training mode; export writes its evaluation mode, with the current running statistics."
-            " Update them with estimate_ if needed, and call net.eval() to silence this warning",
+            " Update the statistics with estimate_ if needed, and call net.eval() to silence this warning",
             stacklevel=2,
         )
     folded, report = fold_with_report(net, example, tolerance)
@@ -154,7 +156,7 @@ Loader = Callable[[Path], Callable[[Any], Any]]
 def _errors(net: nn.Module, run: Callable[[Any], Any], example: Any, others: list[int]) -> dict[int, float]:
     """Return the relative error of a file's outputs by batch size, without sizes that the network does not accept."""
     expected = _on_cpu(outputs(net, example, training=False))
-    found = {_batch_size(example): relative_error(_on_cpu(run(example)), expected)}
+    found = {_batch_size(example): relative_error(_outputs_of(run, example), expected)}
     scales = [_largest(t) for t in expected]
     for size in others:
         batch = _resized(example, size)
@@ -163,14 +165,19 @@ def _errors(net: nn.Module, run: Callable[[Any], Any], example: Any, others: lis
             require_numbers(expected)
         except Exception:  # the user's code may raise any exception
             continue
-        try:
-            found[size] = _scaled_error(_on_cpu(run(batch)), expected, scales)
-        except Exception as failure:
-            raise ValueError(
-                f"the exported file fails on a batch of {size}, which the network accepts. Nothing was written; export"
-                f" a file for each size with dynamic_batch=False. The error was: {failure}"
-            ) from failure
+        found[size] = _scaled_error(_outputs_of(run, batch), expected, scales)
     return found
+
+
+def _outputs_of(run: Callable[[Any], Any], batch: Any) -> list[Tensor]:
+    """Return the outputs of an exported file on a batch that the network accepts."""
+    try:
+        return _on_cpu(run(batch))
+    except Exception as failure:
+        raise ValueError(
+            f"the exported file fails on a batch of {_batch_size(batch)}, which the network accepts. Nothing was"
+            f" written; export a file for each size with dynamic_batch=False. The error was: {failure}"
+        ) from failure
 
 
 def _scaled_error(new: list[Tensor], old: list[Tensor], scales: list[float]) -> float:
@@ -228,7 +235,7 @@ def _write_pt2(net: nn.Module, example: Any, path: Path, dynamic: bool, metadata
 
 def _load_pt2(path: Path) -> Callable[[Any], Any]:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given buffer is not writable")  # from torch 2.11's own code
+        warnings.filterwarnings("ignore", "The given buffer is not writable")  # a warning about torch 2.11's own code
         program = torch.export.load(path).module()
 
     def run(batch: Any) -> Any:
@@ -279,7 +286,7 @@ def _load_onnx(path: Path) -> Callable[[Any], Any]:
 
 
 def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool) -> Any:
-    """Return ``dynamic_shapes`` for torch.export: the first dimension of each input varies; None if not ``dynamic``."""
+    """Return torch.export's ``dynamic_shapes`` for inputs whose first dimension varies, or None if not ``dynamic``."""
     if not dynamic:
         return None
     batch = torch.export.Dim("batch")

@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from ..graph.kinds import is_quiet
 from ..graph.references import is_plain_identity
-from ..ops.activation import Activation, from_module
+from ..ops.activation import Activation, as_activation, from_module
 from .batch_norm import BatchNorm2d, _is_symbolic
 
 
 class NormAct(BatchNorm2d):
-    """Normalize, then apply the child modules ``drop`` and ``act``, in the same call if possible.
+    """Normalize, then apply the child modules ``drop`` and ``act``; fuse ``act`` into the normalization if possible.
 
     ``convert`` gives timm's ``BatchNormAct2d`` layers a class that derives from both this class and timm's.
     """
@@ -31,13 +31,14 @@ class NormAct(BatchNorm2d):
         *,
         activation: str | Activation | None = None,
     ) -> Tensor:
-        """Return act(drop(g(BN(input) + residual))), where g is ``activation``, by default the identity."""
+        """Return act(drop(g(BN(input) + residual))), where g is ``activation`` or, by default, ``self.activation``."""
         if _is_symbolic(input):
             return self._made_from.forward(self, input)  # type: ignore[no-any-return]
         fused = from_module(self.act) if is_plain_identity(self.drop) and is_quiet(self.act) else None
-        if fused is not None and (activation is None or fused.name == "identity"):
-            return super().forward(input, residual, mask, activation=activation or fused)
-        y = super().forward(input, residual, mask, activation=activation)
+        g = self.activation if activation is None else as_activation(activation)
+        if fused is not None and "identity" in (g.name, fused.name):
+            return super().forward(input, residual, mask, activation=fused if g.name == "identity" else g)
+        y = super().forward(input, residual, mask, activation=g)
         return self.act(self.drop(y))  # type: ignore[no-any-return]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -58,7 +59,7 @@ _joined: dict[type, type[NormAct]] = {}
 
 
 def joined(kind: type[nn.Module]) -> type[NormAct]:
-    """Return a class that derives from both NormAct and timm's class."""
+    """Return a class that derives from both NormAct and ``kind``, timm's BatchNormAct2d."""
     if kind not in _joined:
         names = {"_made_from": kind, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
         _joined[kind] = type(kind.__name__, (NormAct, kind), names)

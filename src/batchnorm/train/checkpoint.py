@@ -1,8 +1,8 @@
 """Checkpoints, written atomically and verified when read.
 
 A checkpoint is a folder such as ``step-000001234`` with three files: ``model.safetensors`` (parameters and buffers),
-``state.pt`` (all other data, such as the optimizer's; loadable with ``weights_only=True``) and ``manifest.json`` (the
-step, and the size and SHA-256 of the other two files).
+``state.pt`` (all other data, such as the optimizer's state; loadable with ``weights_only=True``) and
+``manifest.json`` (the format, the step, and the size and SHA-256 of the other two files).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class CheckpointError(ValueError):
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint, and the reasons why newer ones were skipped."""
+    """The contents of a checkpoint, and the reasons why newer checkpoints were skipped."""
 
     step: int
     model: dict[str, Tensor]
@@ -40,7 +40,7 @@ class Checkpoint(NamedTuple):
 
 
 def save(folder: Path, step: int, model: dict[str, Tensor], state: dict[str, Any]) -> Path:
-    """Write a checkpoint atomically, and remove all checkpoints except the two newest.
+    """Write a checkpoint atomically, remove all checkpoints except the two newest, and return the new one's folder.
 
     A crash while writing leaves no incomplete checkpoint.
 
@@ -48,7 +48,7 @@ def save(folder: Path, step: int, model: dict[str, Tensor], state: dict[str, Any
         folder: the folder of the run's checkpoints; created if missing.
         step: number of steps taken so far.
         model: the network's ``state_dict()``.
-        state: a dict of tensors, numbers, strings, lists and dicts.
+        state: all other data, as a dict that ``torch.load`` can read with ``weights_only=True``.
 
     >>> import tempfile
     >>> folder = Path(tempfile.mkdtemp())
@@ -147,13 +147,13 @@ def load(path: Path) -> Checkpoint:
 
 
 def weights_digest(folder: Path) -> str | None:
-    """Return the SHA-256 of the newest checkpoint's weights, from its manifest; None if there is no checkpoint.
+    """Return the SHA-256 of the newest checkpoint's weights from its manifest, or None if there is no checkpoint.
 
     Raises:
         CheckpointError: if the checkpoint's manifest cannot be read.
     """
     found = _newest_first(folder)
-    return str(_manifest(found[0])[1]["model.safetensors"].get("sha256")) if found else None
+    return str(_manifest(found[0])[1]["model.safetensors"]["sha256"]) if found else None
 
 
 def _manifest(path: Path) -> tuple[int, dict[str, dict[str, Any]]]:
@@ -169,7 +169,8 @@ def _manifest(path: Path) -> tuple[int, dict[str, dict[str, Any]]]:
         )
     step, known = manifest.get("step"), manifest.get("files")
     files = {name: known.get(name) if isinstance(known, dict) else None for name in ("model.safetensors", "state.pt")}
-    if not isinstance(step, int) or step < 0 or not all(isinstance(file, dict) for file in files.values()):
+    described = all(isinstance(file, dict) and {"bytes", "sha256"} <= file.keys() for file in files.values())
+    if not isinstance(step, int) or step < 0 or not described:
         raise CheckpointError(f"{path}: manifest.json has no valid step, or lacks the size and SHA-256 of a file")
     return step, files  # type: ignore[return-value]
 

@@ -47,10 +47,12 @@ def locked(folder: Path) -> Iterator[None]:
         # Remove the file before unlocking it, so that no other process locks a file that is about to be removed.
         # Windows cannot remove an open file, so there the file is removed after closing.
         with contextlib.suppress(OSError):
-            path.unlink()
+            if sys.platform != "win32":
+                path.unlink()
         file.close()
         with contextlib.suppress(OSError):
-            path.unlink(missing_ok=True)
+            if sys.platform == "win32":
+                path.unlink()
             if made:
                 folder.rmdir()
 
