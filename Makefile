@@ -19,7 +19,7 @@ TRITON := triton==3.6.0
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make run       Figure 1: train MNIST with and without BN, fold, write the figure and the report (runs/fig1)"
+	@echo "make run       reproduce Figure 1: train on MNIST with and without BN, write a figure and a report to runs/fig1"
 	@echo "make test      run the tests"
 	@echo "make test-all  run the tests, including the slow ones"
 	@echo "make check     ruff (format and lint) and mypy"
@@ -41,7 +41,7 @@ $(DEV): $(RUN)
 	@! $(BIN)/python -c "$(LACKS_TRITON)" || $(PIP) $(TRITON)
 	@touch $@
 
-# The site is built from the source files, so it needs neither torch nor the installed package.
+# The site is built from the source files, so torch and this package need not be installed.
 $(DOCS): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip

@@ -1,4 +1,4 @@
-"""Check with pip's dry run that `make run` and `make test` can install on the machines that people have.
+"""Check with pip's dry run that the packages of `make run` and `make test` can be installed on common machines.
 
 The check covers every supported version of torch and Python, on Linux with and without CUDA, macOS and Windows. It
 resolves only the packages of `make test`, which include those of `make run`. Nothing is installed.
@@ -23,10 +23,11 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 TORCHES = ("2.11.0", "2.12.0", "2.13.0")
 PYTHONS = ("3.11", "3.12", "3.13")
-# What a CPU build of torch requires: the regular wheel's list without CUDA and Triton.
+# The requirements of a CPU build of torch: those of the regular wheel, without CUDA and Triton.
 CPU_REQUIRES = ("filelock", "typing-extensions", "setuptools", "sympy", "networkx", "jinja2", "fsspec")
 
-# pip chooses wheels by --platform, but evaluates markers for the machine that it runs on, so PIP replaces the markers.
+# pip chooses wheels by --platform, but evaluates environment markers for the machine that it runs on. The program PIP
+# replaces the values of the markers, and then runs pip.
 PIP = """
 import json, sys
 from pip._vendor.packaging import markers
@@ -100,7 +101,7 @@ def write_cpu_wheel(folder: Path, version: str) -> None:
 
 
 def resolve(torch: str, python: str, kind: str, folder: Path) -> str:
-    """Return why pip cannot install on a kind of machine; an empty string if it can."""
+    """Return why the packages cannot be installed on a kind of machine, or an empty string if they can."""
     machine, cpu = MACHINES[kind], kind == "linux, CPU build"
     wanted = [f"torch==={torch}{'+cpu' * cpu}", *requirements(), *[makefile_triton()] * cpu]
     full = {**machine.markers, "python_version": python, "python_full_version": f"{python}.1"}
@@ -118,7 +119,7 @@ def resolve(torch: str, python: str, kind: str, folder: Path) -> str:
 
 
 def problem(found: dict[str, str], kind: str) -> str:
-    """Return which packages a resolved set wrongly has or lacks on a kind of machine; an empty string if none."""
+    """Say if Triton or CUDA packages are wrongly present or missing; otherwise, return an empty string."""
     has_triton, has_cuda = "triton" in found, any(name.startswith("nvidia-") for name in found)
     if has_triton != kind.startswith("linux"):
         return f"{'has' if has_triton else 'lacks'} Triton"

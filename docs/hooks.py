@@ -1,6 +1,7 @@
-"""Build hooks: add the repository's files that pages link to, and rewrite the links.
+"""MkDocs hooks: add the repository's files that pages link to, and rewrite the links.
 
-A page links to ``../results/fig1.json``, its path in the repository; on the site the file is ``results/fig1.json``.
+For example, a page in ``docs`` links to ``../results/fig1.json``. On the site, the path of this file is
+``results/fig1.json``.
 """
 
 import json
@@ -20,7 +21,7 @@ README_RESULTS = re.compile(r"<!-- results:[^\n]*-->\n(.*?)<!-- end of results -
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add CONTRIBUTING.md, CHANGELOG.md, and every file outside ``docs`` that a page links to."""
+    """Add CONTRIBUTING.md, CHANGELOG.md, and every file or folder outside ``docs`` that a page links to."""
     pages = [Path(file.abs_src_path).read_text() for file in files if file.src_uri.endswith(".md")]
     for source in ("CONTRIBUTING.md", "CHANGELOG.md"):
         pages.append(_from_root((ROOT / source).read_text()))
@@ -37,7 +38,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Point links that leave ``docs`` to the site's copies, and insert the tables into the results page."""
+    """Point links to files outside ``docs`` at the site's copies, and insert the tables into the results page."""
     if page.file.src_uri == "results.md":
         markdown = markdown.replace("<!-- README's tables -->", _readme_results())
         markdown = markdown.replace("<!-- result files -->", _result_files())
@@ -70,14 +71,14 @@ def _listing(folder: str) -> str:
 
 
 def _readme_results() -> str:
-    """Return the tables of each section of README that has some, below the section's heading."""
+    """Return the generated parts of README, each below the heading of its section."""
     first, *sections = re.split(r"^## ", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
     parts = []
     for title, text in (("Compared with other tools", first), *(section.split("\n", 1) for section in sections)):
         if found := README_RESULTS.findall(text):
             parts += [f"### {title}", *found]
     if len(parts) < 4:
-        raise PluginError("README.md has no results for the page results.md")
+        raise PluginError("README.md has too few results for the page results.md")
     return _from_root("\n\n".join(parts))
 
 

@@ -2,8 +2,8 @@
 
 python docs/paper_map.py
 
-A row is one part of the paper. Its code is found by the ``Paper:`` lines of docstrings; its tests and commands are
-listed here. tests/test_docs.py checks that these exist and that the page is current.
+Each row is one part of the paper. The row's tags select its code, by the ``Paper:`` lines of docstrings or by name. The
+row also lists its tests and commands. tests/test_docs.py checks that all of these exist and that the page is current.
 """
 
 import ast
@@ -93,7 +93,7 @@ SECTIONS: dict[str, list[Row]] = {
     ],
     "3. Normalization via mini-batch statistics": [
         Row(
-            r"$\hat x^{(k)} = (x^{(k)} - E[x^{(k)}]) / \sqrt{\mathrm{Var}[x^{(k)}]}$, each feature by itself",
+            r"$\hat x^{(k)} = (x^{(k)} - E[x^{(k)}]) / \sqrt{\mathrm{Var}[x^{(k)}]}$, for each feature separately",
             ("Alg. 1, l. 1-2",),
             ("ops/test_reference.py::test_algorithm_1_by_hand",),
         ),
@@ -149,7 +149,7 @@ SECTIONS: dict[str, list[Row]] = {
             ("bench algorithm2",),
         ),
         Row(
-            "Moving averages track the accuracy during training",
+            "Moving averages, to track the accuracy during training",
             ("moving averages",),
             (
                 "ops/test_running.py::test_equals_torch",
@@ -395,7 +395,7 @@ SECTIONS: dict[str, list[Row]] = {
 
 
 def tagged() -> dict[str, str]:
-    """Return the ``Paper:`` line of every public class and function, by name without ``batchnorm.``."""
+    """Return the ``Paper:`` lines of public classes and functions, by their names without ``batchnorm.``."""
     found = {}
     for path in sorted(SOURCE.rglob("*.py")):
         module = ".".join(path.relative_to(SOURCE).with_suffix("").parts)
@@ -426,10 +426,10 @@ def page() -> str:
         "# Map of the paper",
         "",
         "This page shows where each algorithm, equation, figure, table and claim of the paper is in the code, which",
-        "tests check it and, if there is one, which command reproduces it. The names of code are relative to the",
-        "package `batchnorm`, and the paths of tests are relative to `tests/`. [Results](results.md) has the outcomes.",
+        "tests check it, and which commands run it. The names of code are relative to the package `batchnorm`, and the",
+        "paths of tests are relative to `tests/`. [Results](results.md) has the outcomes.",
         "",
-        "`python docs/paper_map.py` writes this page from the `Paper:` lines of docstrings.",
+        "`python docs/paper_map.py` writes this page from its own table and from the `Paper:` lines of docstrings.",
         "",
     ]
     for section, rows in SECTIONS.items():

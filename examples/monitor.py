@@ -23,7 +23,7 @@ def network(batch_norm):
 
 
 def train(net, folder, steps=300):
-    shutil.rmtree(folder, ignore_errors=True)  # an earlier run of this example
+    shutil.rmtree(folder, ignore_errors=True)  # delete the files of an earlier run
     folder.mkdir(parents=True)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     metrics = folder / "metrics.jsonl"

@@ -26,7 +26,7 @@ def size(net):
 
 
 def seconds(nets, x, rounds=15):
-    """Return the median time of each network's forward pass, measured alternately."""
+    """Return the median time of each network's forward pass; the networks take turns."""
     times = [[] for _ in nets]
     with torch.no_grad():
         for _ in range(rounds):
@@ -54,7 +54,7 @@ print(bn.estimate_(net, batches))  # 2: population statistics
 plain = bn.fold(net, batches[0])  # 3: no BN left
 print(plain.report)
 with tempfile.TemporaryDirectory() as folder:
-    print(bn.export(net.eval(), batches[0], Path(folder) / "net.pt2").path.name)  # 4: a checked file
+    print(bn.export(net.eval(), batches[0], Path(folder) / "net.pt2").path.name)  # 4: write and check a file
 
 before, after = seconds([net, plain], batches[0])
 print(f"before: {1e3 * before:.2f} ms, {size(net):,} bytes; after: {1e3 * after:.2f} ms, {size(plain):,} bytes")

@@ -236,7 +236,7 @@ def test_commands_need_no_other_packages(ran):
 def test_a_claim_prints_its_finding(ran):
     paper, measured, grows, stays, result, picture = ran[1]["reproduce section2"].splitlines()
     assert paper.startswith("the paper: b will grow indefinitely while the loss remains fixed")
-    assert measured.startswith("measured: norm of b grows to ")
+    assert measured.startswith("measured: b's norm grows to ")
     assert grows.startswith("confirmed: b grows and the loss does not change")
     assert stays.startswith("confirmed: b does not grow")
     assert result == "result: runs/section2/section2.json"

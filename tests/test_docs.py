@@ -78,7 +78,7 @@ def line_of(page, start):
 
 
 def test_from_images_to_a_file(tmp_path, monkeypatch, capsys):
-    """The commands of "Train my own network" on a few small images, then what other guides do with the run."""
+    """The commands of "Train your own network" on a few small images, then what other guides do with the run."""
     monkeypatch.chdir(tmp_path)
     page = DOCS / "train.md"
     (tmp_path / "mynet.py").write_text(next(block for block in blocks(page, "") if "def build" in block))

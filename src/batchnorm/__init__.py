@@ -20,14 +20,14 @@ To change a network:
 To train a network:
 
 - ``BatchNorm1d``, ``BatchNorm2d``, ``BatchNorm3d``: drop-in replacements for the layers of ``torch.nn``, for networks
-  that you write. Their constructors take ``activation="relu"``, and their calls take ``residual=`` and ``mask=``.
+  that you write. The constructors take ``activation="relu"``, and the layers also accept ``residual=`` and ``mask=``.
 - ``Sync()``, ``Ghost(32)``, ``Renorm()``: pass one as ``statistics=``. Use ``Sync`` with several GPUs, ``Ghost`` for
   large batches that should behave like small ones, and ``Renorm`` for small batches.
-- ``freeze_(net)``, ``unfreeze_(net)``: stop or resume updates of the statistics, gamma and beta. Freeze them to
-  fine-tune with small batches.
+- ``freeze_(net)``, ``unfreeze_(net)``: stop or resume updates of the statistics, gamma and beta. Freeze a
+  network to fine-tune it with small batches.
 - ``param_groups(net, weight_decay)``: parameter groups for an optimizer, without weight decay on gamma and beta.
-- ``recompute()``: save memory; run the forward pass inside ``with bn.recompute():``.
-- ``Monitor(net)``: record the percentiles of any layer's inputs while training.
+- ``recompute()``: to save memory, run the forward pass inside ``with bn.recompute():``.
+- ``Monitor(net)``: record percentiles of the nonlinearities' inputs during training.
 
 To ship a network:
 
@@ -36,9 +36,9 @@ To ship a network:
 - ``export(net, example, path)``: fold the network and write it as an ONNX or ``torch.export`` file.
 - ``load(run)``: open a run of ``batchnorm train``, with its network, its classes and a ``predict`` method.
 
-Modules: ``ops`` (the transform as functions; ``ops.explain`` says which kernel runs and why), ``models`` (the paper's
-networks) and ``data`` (embedded MNIST, image loaders). ``torch.compile(net, backend="batchnorm")`` fuses the batch
-norms of ``torch.nn`` without converting the network. In a shell, ``batchnorm`` lists the commands, and
+Modules: ``ops`` (batch normalization as functions; ``ops.explain`` says which implementation runs and why), ``models``
+(the paper's networks) and ``data`` (embedded MNIST, image loaders). ``torch.compile(net, backend="batchnorm")`` fuses
+the batch norms of ``torch.nn`` without converting the network. In a shell, ``batchnorm`` lists the commands, and
 ``batchnorm COMMAND --help`` explains a command.
 """
 
@@ -82,7 +82,7 @@ __all__ = [
 ]
 
 
-# Imported on first use, because training imports many modules that layers and functions such as convert do not need.
+# These names are imported on first use, because training imports many modules that most users of layers do not need.
 _LAZY = {"load": "batchnorm.train.trained_run"}
 
 

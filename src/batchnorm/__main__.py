@@ -1,4 +1,4 @@
-"""``python -m batchnorm``, and ``torchrun -m batchnorm``."""
+"""Run the command line as ``python -m batchnorm`` or ``torchrun -m batchnorm``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Reports on what ``convert``, ``fold``, ``revert`` and ``insert`` did at each module of a network, and why."""
+"""Reports on what ``convert``, ``fold``, ``revert``, ``insert`` and ``estimate_`` did at each module of a network."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from math import ceil, isfinite
 
 from torch import nn
 
-# For each function: the noun for what it changes, the word that `Site.action` starts with if it was changed, and the
-# word for this in the summary.
+# For each function: the noun for the modules that it changes, the first word of `Site.action` for a changed module, and
+# the word for a changed module in the summary.
 WORDS = {
     "fold": ("batch norm", "folded", "folded"),
     "convert": ("batch norm", "converted", "converted"),
@@ -35,7 +35,7 @@ class Site:
 
 @dataclass(frozen=True)
 class VerbReport:
-    """What a function such as ``convert`` did at each site, in the order of the network's calls. ``print`` shows it."""
+    """What a function such as ``convert`` did at each site of a network. ``print`` shows the report."""
 
     verb: str
     sites: tuple[Site, ...]
@@ -84,10 +84,10 @@ class VerbReport:
         return f": {first}" if first and not others else " for different reasons" if others else ""
 
     def __str__(self) -> str:
-        """Return the summary and the sites that need an explanation."""
+        """Return the summary, the sites that need an explanation, and the notes."""
         _, action, _ = WORDS.get(self.verb, ("", "done", ""))
         listed, rest = list(self.sites), 0
-        if self.verb != "insert":  # list all sites of insert, because insert chose them
+        if self.verb != "insert":  # for insert, list all sites, because insert chose them
             listed = [site for site in self.sites if site.reason or not site.action.startswith(action)]
             listed.sort(key=lambda site: site.action.startswith((action, "fixed")))
             listed, rest = listed[:LISTED], len(listed[LISTED:])
@@ -99,7 +99,7 @@ class VerbReport:
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """One layer's population statistics: their standard errors, and how far the running averages are from them.
+    """How far a layer's running averages were from its population statistics, and the standard errors of the latter.
 
     Gaps and errors are the largest over the layer's features, in units of sqrt(Var[x] + eps) for the mean and of
     Var[x] + eps for the variance.
@@ -132,10 +132,10 @@ class Population:
     left_alone: tuple[Site, ...]
 
     def more_batches(self, tolerance: float = 0.05) -> int:
-        """Return how many more batches would bring every standard error down to ``tolerance``; 0 if none are needed.
+        """Return how many more batches would bring every standard error down to ``tolerance``, or 0 if none are needed.
 
-        The error falls as 1 / sqrt(number of batches). A single batch gives no estimate of the error, so
-        the result is then 1.
+        The error falls as 1 / sqrt(number of batches). A layer with a single batch has no estimate of the error, and
+        counts as needing one more batch.
         """
         more = 0
         for layer in self.layers:
@@ -155,7 +155,7 @@ class Population:
 
 
 def attach(net: nn.Module, report: VerbReport) -> nn.Module:
-    """Set ``net.report`` to the report, unless the network's class uses that name itself."""
+    """Set ``net.report`` to the report, unless the network uses that name for something else."""
     if isinstance(getattr(net, "report", report), VerbReport):
         net.__dict__["report"] = report
     return net

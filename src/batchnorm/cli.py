@@ -28,8 +28,8 @@ class Command(NamedTuple):
     does: str
     example: str
     needs: tuple[str, ...] = ()
-    """optional packages that the command always needs; the function itself checks for a GPU, and for packages that only
-    some options need"""
+    """The optional modules that the command always needs. The function itself checks for a GPU, and for modules that
+    only some options need."""
 
 
 IMAGES, RUNS, PLOTS = ("PIL",), ("PIL", "safetensors"), ("matplotlib",)
@@ -262,7 +262,7 @@ def _run(words: list[str]) -> int:
 
 
 def _call(function: Callable[..., object], command: str, words: list[str]) -> None:
-    """Call a function with arguments parsed from ``words``, or with a dataclass if that is its only argument."""
+    """Parse ``words`` into a function's arguments, or into the dataclass that is its only argument, and call it."""
     kinds: list[Any] = [kind for name, kind in get_type_hints(function).items() if name != "return"]
     settings = kinds[0] if len(kinds) == 1 and is_dataclass(kinds[0]) else None
     given: Any = settings or function
@@ -273,7 +273,7 @@ def _call(function: Callable[..., object], command: str, words: list[str]) -> No
 
 
 def _print_users_part(error: UserCodeError) -> None:
-    """Print the cause's traceback without the frames of this library and of Python's import machinery."""
+    """Print the traceback of the user's exception without frames of this library and of Python's import machinery."""
     cause = error.__cause__
     if cause is None:  # the error came from another process, which put the traceback into a note
         print(*getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)

@@ -11,22 +11,22 @@ from .ops import Moments
 
 
 def world_size(group: distributed.ProcessGroup | None = None) -> int:
-    """Return the number of ranks in ``group``; 1 outside of distributed runs."""
+    """Return the number of ranks in ``group``, or 1 outside of distributed runs."""
     if not distributed.is_available() or not distributed.is_initialized():
         return 1
     return distributed.get_world_size(group)
 
 
 def rank() -> int:
-    """Return this process's rank; 0 outside of distributed runs."""
+    """Return this process's rank, or 0 outside of distributed runs."""
     return 0 if world_size() == 1 else distributed.get_rank()
 
 
 def gather_moments(local: Moments, group: distributed.ProcessGroup | None = None) -> Moments:
-    """Stack the moments of all ranks along a new first dimension, with one all-reduce forward and one backward.
+    """Stack the moments of all ranks along a new first dimension.
 
-    A rank without samples takes part with count 0. Gradients flow back across ranks, so each rank gets the derivative
-    of the sum of all losses.
+    The forward pass and the backward pass run one all-reduce each. A rank without samples takes part with count 0.
+    Gradients flow back across ranks, so each rank gets the derivative of the sum of all losses.
     """
     flat = torch.cat([local.count.reshape(1), local.mean.flatten(), local.var.flatten()])
     rows: Tensor = _Gather.apply(flat, group)  # type: ignore[no-untyped-call]
@@ -44,7 +44,7 @@ def add_across_ranks(values: Tensor) -> Tensor:
 
 
 def gather_objects(value: Any, group: distributed.ProcessGroup | None = None) -> list[Any]:
-    """Return the values of all ranks, in rank order; ``[value]`` outside of distributed runs."""
+    """Return the values of all ranks, in rank order, or ``[value]`` outside of distributed runs."""
     if world_size(group) == 1:
         return [value]
     rows: list[Any] = [None] * world_size(group)
@@ -53,7 +53,7 @@ def gather_objects(value: Any, group: distributed.ProcessGroup | None = None) ->
 
 
 def check_same_features(features: tuple[int, ...], name: str, group: distributed.ProcessGroup | None = None) -> None:
-    """Raise an error on every rank if the ranks' layers differ; merging them would hang, or mix up their statistics."""
+    """Raise RuntimeError on every rank if the ranks call different layers: merging would hang, or mix up statistics."""
     rows = gather_objects((features, name), group)
     if any(row != rows[0] for row in rows):
         seen = "; ".join(f"rank {rank} calls {layer} with features {shape}" for rank, (shape, layer) in enumerate(rows))
@@ -69,7 +69,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, flat: Tensor, group: distributed.ProcessGroup | None) -> Tensor:
         ctx.group = group
-        # Use all-reduce, which every backend and version supports, instead of all-gather. Adding zeros is exact.
+        # Use all-reduce instead of all-gather, because every backend supports it. Adding zeros is exact.
         rows = flat.new_zeros(world_size(group), flat.numel())
         rows[distributed.get_rank(group)] = flat
         distributed.all_reduce(rows, group=group)

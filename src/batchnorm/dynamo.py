@@ -82,8 +82,9 @@ compile_graph.reset = _reset  # type: ignore[attr-defined]  # torch._dynamo.rese
 def fuse_(module: fx.GraphModule, *, everywhere: bool = False) -> int:
     """Fuse the batch normalizations in a Dynamo graph, in place, and return how many were fused.
 
-    With ``TORCH_LOGS=batchnorm.dynamo`` the number is logged; ``torch._dynamo.utils.counters["batchnorm"]`` has the
-    totals.
+    The bodies of activation checkpoints are fused too, but the result does not count them. With
+    ``TORCH_LOGS=batchnorm.dynamo``, the numbers are logged. ``torch._dynamo.utils.counters["batchnorm"]`` has the
+    totals over all graphs.
     """
     for node in list(module.graph.nodes):
         if node.target is torch.ops.higher_order.tag_activation_checkpoint:
@@ -123,7 +124,7 @@ def normalize_batch(
 
 
 def move_averages_(averages: list[Tensor], moments: list[Tensor], momentum: float) -> None:
-    """Update all running averages at once by torch's rule; Inductor compiles this to one kernel."""
+    """Update all running averages at once by torch's rule; Inductor compiles this update to one kernel."""
     with torch.no_grad():
         old = [average.to(moment.dtype) for average, moment in zip(averages, moments, strict=True)]
         new = torch._foreach_add(torch._foreach_mul(old, 1 - momentum), torch._foreach_mul(moments, momentum))
@@ -144,7 +145,7 @@ def _fusable(graph: fx.Graph, calls: list[fx.Node], everywhere: bool) -> dict[fx
         log.info("batch normalization inside a torch.func transform is left alone")
         return {}
     norms = dict.fromkeys(node for node in calls if _is_plain(node, everywhere))
-    # The averages are updated at the end of the graph, so no other node may use them.
+    # The running averages are updated at the end of the graph, so no other node may use them.
     while others := [node for node in norms if any(user not in norms for a in _averages(node) for user in a.users)]:
         for node in others:
             del norms[node]
@@ -157,7 +158,7 @@ def _is_plain(node: fx.Node, everywhere: bool) -> bool:
     if type(x) is not FakeTensor or type(y) is not FakeTensor or x.dim() < 2:
         return False
     if not node.args or len(_averages(node)) == 1:
-        return False  # torch.nn makes no such calls
+        return False  # torch.nn passes the input by position, and either both running averages or none
     # If the input is permuted, torch.nn's output is contiguous, and later code may rely on that layout.
     if not _is_known_equal(x.stride(), y.stride()) or x.dtype is not y.dtype:
         return False
@@ -172,7 +173,7 @@ def _averages(node: fx.Node) -> list[fx.Node]:
 
 
 def _fits(norm: fx.Node, residual: fx.Node) -> bool:
-    """Return whether the residual has the type, device, shape and strides of the layer's output."""
+    """Return whether the residual has the dtype, device, shape and strides of the layer's output."""
     y, other = _value(norm), _value(residual)
     if type(other) is not FakeTensor or other.dtype is not y.dtype or other.device != y.device:
         return False

@@ -14,7 +14,7 @@ class JobsFailedError(RuntimeError):
 
 
 def sentence(error: Exception) -> str:
-    """Return an error's message; for an OSError, the path and the reason.
+    """Return an error's message or, for an OSError with a path, the path and the reason.
 
     >>> sentence(PermissionError(13, "Permission denied", "runs/a"))
     'runs/a: permission denied'
@@ -53,7 +53,7 @@ def at_least(least: float, /, **options: object) -> None:
 
 
 def above(bound: float, /, **options: object) -> None:
-    """Check that options are numbers above ``bound``, as :func:`at_least` does.
+    """Check options like :func:`at_least`, but require numbers above ``bound``.
 
     >>> above(0, rate=float("nan"))
     Traceback (most recent call last):
@@ -64,7 +64,7 @@ def above(bound: float, /, **options: object) -> None:
 
 
 def between(least: float, most: float, /, **options: object) -> None:
-    """Check that options are numbers from ``least`` to ``most``, as :func:`at_least` does.
+    """Check options like :func:`at_least`, but require numbers from ``least`` to ``most``.
 
     >>> between(0, SEED_MAX, seed=-1)
     Traceback (most recent call last):

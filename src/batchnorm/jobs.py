@@ -34,7 +34,7 @@ class StopSignal:
     requested = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal; a second Ctrl-C interrupts at once."""
+        """Handle a signal; Ctrl-C after an earlier signal interrupts at once."""
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.requested = True
@@ -74,7 +74,7 @@ class Job(Protocol):
 
     @property
     def steps(self) -> int:
-        """The number of training steps; 0 if the job does not train."""
+        """The number of training steps, or 0 if the job does not train."""
 
     def finished(self) -> bool:
         """Return whether the job's results have been written."""
@@ -168,7 +168,7 @@ class _Running:
 
 
 def _do(job: Job) -> None:
-    """Run a job and exit with a status; its output goes to ``log.txt`` in its folder."""
+    """Run a job with its output in ``log.txt``; if the job does not finish, exit with the status STOPPED or FAILED."""
     with _own(job.folder) as log:
         os.dup2(log, sys.stdout.fileno())
         os.dup2(log, sys.stderr.fileno())

@@ -72,7 +72,7 @@ def call(net: nn.Module, batch: Any, forward: Forward | None = None) -> Any:
 
 
 def _misfit(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Return why the network's ``forward`` cannot be called with these arguments; None if it can."""
+    """Return why the network's ``forward`` cannot be called with these arguments, or None if it can."""
     try:
         inspect.signature(net.forward).bind(*args, **kwargs)
     except TypeError as error:
@@ -91,7 +91,7 @@ def eagerly() -> AbstractContextManager[Any]:
 
 
 def device_of(net: nn.Module) -> torch.device:
-    """Return the device of the network's first parameter or buffer; the CPU if there are none."""
+    """Return the device of the network's first parameter or buffer, or the CPU if there are none."""
     for tensor in (*net.parameters(), *net.buffers()):
         return tensor.device
     return torch.device("cpu")
@@ -111,7 +111,7 @@ def to_device(batch: Any, device: torch.device, *, copy: bool = False, dtype: to
 
 
 def _with_tensors(holder: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-    """Return a copy of an object with ``fn`` applied to its tensors; the object itself if it cannot be copied."""
+    """Return a copy of an object with ``fn`` applied to its tensors, or the object itself if copying fails."""
     try:
         memo: dict[int, Any] = {id(t): fn(t) for t in tensors_in(holder)}
         return deepcopy(holder, memo) if memo else holder
@@ -120,7 +120,7 @@ def _with_tensors(holder: Any, fn: Callable[[Tensor], Tensor]) -> Any:
 
 
 def map_tensors(tree: Any, fn: Callable[[Tensor], Any], other: Callable[[Any], Any] | None = None) -> Any:
-    """Apply ``fn`` to each tensor in nested tuples, lists and dicts, and ``other`` to all other leaves."""
+    """Return nested tuples, lists and dicts with ``fn`` applied to each tensor, and ``other`` to each other leaf."""
     if isinstance(tree, Tensor):
         return fn(tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):

@@ -23,7 +23,7 @@ INTERNAL = frozenset(vars(nn.Module()))
 
 
 def private_copy(net: nn.Module) -> nn.Module:
-    """Return a deep copy of the user's network; running or changing the copy does not affect the original.
+    """Return a deep copy of the user's network, which can be changed without changing the original.
 
     Raises:
         TypeError: if the network is a wrapper (compiled or parallel) around the user's network.
@@ -64,10 +64,10 @@ def _uncopied(net: nn.Module) -> Memo:
 def copy_with(net: nn.Module, replacements: Mapping[nn.Module, Callable[[Memo], nn.Module]]) -> nn.Module:
     """Return a copy of the network with some modules replaced; shared modules and tensors stay shared.
 
-    A function makes each replacement, given the memo of the copy. In that function, ``copy.deepcopy(part, memo)``
-    returns a copy that shares parameters with the rest of the new network. The replacements are in the memo before the
-    network is copied, so every reference to a replaced module is updated: in children, in plain lists and dicts, and in
-    bound methods.
+    ``replacements`` maps each old module to a function that takes the memo of the copy and returns the new module. In
+    such a function, ``copy.deepcopy(part, memo)`` returns a copy that shares parameters with the rest of the new
+    network. The replacements are in the memo before the network is copied, so every reference to a replaced module is
+    updated: in children, in plain lists and dicts, and in bound methods.
 
     >>> relu = nn.ReLU(); net = nn.Sequential(relu, nn.Tanh(), relu)
     >>> copy_with(net, {relu: lambda memo: nn.Sigmoid()})
@@ -87,7 +87,7 @@ def copy_with(net: nn.Module, replacements: Mapping[nn.Module, Callable[[Memo], 
 
 @contextmanager
 def restored(net: nn.Module) -> Iterator[None]:
-    """On exit, restore each module's mode, momentum and buffers; buffers are the original objects again."""
+    """On exit, restore all modes and buffers (the same tensor objects), and the momentum of batch normalizations."""
     modes = {m: (m.training, getattr(m, "momentum", None)) for m in net.modules()}
     # Clone the buffers, because torch's kernels update running statistics without increasing the version counter.
     buffers = [(m, key, b, b.clone()) for m in modes for key, b in m._buffers.items() if b is not None]
@@ -116,8 +116,8 @@ def isolated(net: nn.Module, twin: nn.Module) -> Iterator[Callable[[Any], None]]
     so running the copy would update the original's statistics and ignore replaced modules.
 
     Yields:
-        A function that raises if its argument is a module or a tensor of the original. A hook calls it with each module
-        that runs; callers that know which tensors are read should call it with those tensors too.
+        A function that raises if its argument is a module or a tensor of the original. A hook calls this function with
+        each module that runs; callers that know which tensors are read should call it with those tensors too.
 
     Raises:
         SharedWithOriginalError: if a part of the original was used, even if the user's code caught the first error.
@@ -179,7 +179,7 @@ def _held(net: nn.Module) -> dict[int, tuple[str, Any]]:
 
 
 def plain_attributes(module: nn.Module) -> list[tuple[str, Any]]:
-    """List a module's attributes that are neither parameters, buffers nor children.
+    """List a module's attributes other than parameters, buffers, children and the attributes that every module has.
 
     >>> net = nn.Linear(1, 1); net.kept = "text"
     >>> plain_attributes(net)
@@ -201,7 +201,7 @@ def outputs(
 
 
 def relative_error(new: Any, old: Any) -> float:
-    """Return the largest max |new - old| / max |old| of all pairs of tensors; inf if their number or shapes differ.
+    """Return the largest max |new - old| / max |old| of all pairs of tensors, or inf if their number or shapes differ.
 
     Raises:
         ValueError: if there is nothing to compare.
@@ -230,7 +230,10 @@ def require_numbers(olds: list[Tensor]) -> None:
 
 
 def relative(new: Tensor, old: Tensor) -> float:
-    """Return max |new - old| / max |old| of two tensors; inf if only one has a NaN or infinity at some position."""
+    """Return max |new - old| / max |old| of two tensors, or inf if only one has a NaN or infinity at some position.
+
+    If ``old`` has no finite value other than 0, return max |new - old|.
+    """
     if old.numel() == 0:
         return 0.0
     new, old = _dense(new), _dense(old)

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-# The names torchvision and timm are reserved. A colon follows them or, in "bench networks", a slash.
+# The names torchvision and timm are reserved; a colon or, in "bench networks", a slash follows them.
 _LIBRARY = re.compile(r"(torchvision|timm)[:/]([\w.-]+)")
 # Without init_weights=True, these networks warn that their default initialization will change.
 _INIT_WEIGHTS = ("googlenet", "inception_v3")

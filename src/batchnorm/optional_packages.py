@@ -37,7 +37,7 @@ def require(module: str, extra: str) -> ModuleType:
 
 
 def check_installed(*modules: str) -> None:
-    """Check that optional packages are installed, without importing them; commands call this before long work.
+    """Raise MissingExtraError if optional packages are not installed; do not import them.
 
     >>> check_installed("math")
     """

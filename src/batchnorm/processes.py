@@ -61,7 +61,7 @@ class Remote(ChildProcess):
         theirs.close()
         self._busy = True
         # Close the process at exit: Python waits for child processes, and would wait forever for this one. Finalize
-        # runs before that wait; in a child process, atexit functions run after it.
+        # runs before Python waits; in a child process, atexit functions run only after the wait.
         self._at_exit = Finalize(None, self.close, exitpriority=0)
 
     def call(self, method: str, *args: Any) -> Any:
@@ -153,7 +153,7 @@ def workers(processes: int, *, threads: int | None = None, device_turns: bool = 
     Args:
         processes: how many processes to start; 0 runs the jobs in this process, one after the other.
         threads: the number of torch threads in each process.
-        device_turns: whether :func:`device_turn` keeps the other workers off the device.
+        device_turns: whether the processes share a lock for :func:`device_turn`.
     """
     if not processes:
         yield _one_by_one
@@ -253,7 +253,7 @@ _held = False
 
 @contextmanager
 def device_turn() -> Iterator[None]:
-    """Keep other workers off the device inside the block; outside of workers, do nothing."""
+    """Hold the lock of the workers that share a device inside the block; if there is no such lock, do nothing."""
     global _held
     # Another thread of this process may hold the lock already: a backward pass runs in a separate thread.
     if _lock is None or _held:

@@ -55,8 +55,8 @@ class Steps:
         self.done, self.doing, self.start = -1, "", time.monotonic()
         self._display: Display | None = None
         self._lock = Lock()
-        # On a terminal, the timer shows the bar even in the middle of a long step. Elsewhere, lines are printed only
-        # when a step starts.
+        # On a terminal, the timer shows the bar even in the middle of a long step. Without a terminal, lines are
+        # printed only when a step starts.
         self._timer = None if hidden or not sys.stderr.isatty() else Timer(max(PATIENCE, 0.0), self._show)
 
     def __enter__(self) -> Steps:
@@ -107,7 +107,7 @@ class Display:
 
             try:
                 self.bars.start()
-            except LiveError:  # before rich 14.1, a second display is an error, and the caller already shows one
+            except LiveError:  # before rich 14.1, only one display is allowed at a time, and the caller already has one
                 self.bars = None
         return self
 

@@ -161,9 +161,9 @@ def _cpu() -> str:
 
 
 def _commit() -> str | None:
-    """Return the commit of the source tree, with "-dirty" if files were changed since; None outside a repository.
+    """Return the commit of the source tree, with "-dirty" if files were changed since, or None outside a repository.
 
-    In a copy of the source tree without its repository, set the environment variable ``BATCHNORM_COMMIT``.
+    If the environment variable ``BATCHNORM_COMMIT`` is set, return its value instead.
     """
     if "BATCHNORM_COMMIT" in os.environ:
         return os.environ["BATCHNORM_COMMIT"]

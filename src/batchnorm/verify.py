@@ -30,9 +30,9 @@ Make = Callable[[nn.Module, Any], nn.Module]
 AMPLIFICATION = 20.0
 """The largest accepted error, in units of how much the original's results change if its weights are rounded."""
 TRIALS = 3
-"""The largest number of measurements of that change; one is usually enough."""
+"""The maximum number of times that the effect of rounding the weights is measured; once is usually enough."""
 EXACT = 1e-6
-"""The relative error accepted in float64 without measuring how much the network amplifies rounding."""
+"""The largest relative error accepted in float64 without measuring how much the network amplifies rounding."""
 TINY = 1e-12
 """The relative change of the weights that simulates rounding, if the new network's weights are exact in float64."""
 
@@ -56,11 +56,12 @@ def verify(
 ) -> float:
     """Return the relative error of a changed network on an example, or raise ValueError if the error is too large.
 
-    The outputs are compared, and so are the tensors that a forward pass stores on modules. If the error is larger than
-    rounding explains in a shallow network, the networks are compared again in float64. In float64, only the rounding of
-    the new network's weights is left, and not even that if ``make`` can build the network with float64 weights. To
-    measure how much this rounding can change the output, the weights of the original are changed by as much as rounding
-    would change them. A network that does not run in float64 is compared in its own precision.
+    The outputs are compared, and so are the tensors that a forward pass stores on modules. If ``tolerance`` is None and
+    the error is larger than rounding explains in a shallow network, the networks are compared again in float64. In
+    float64, only the rounding of the new network's weights matters. There is no such rounding if
+    ``same_weights`` is true, or if ``make`` can build the network with float64 weights. To measure how much rounding
+    can change the output, the weights of the original are changed by as much as rounding would change them. A network
+    that does not run in float64 is compared in its own precision.
 
     Args:
         old, new, example: the original, the changed network and a batch.
@@ -73,7 +74,9 @@ def verify(
         tolerance: the largest relative error to accept; by default, the error that rounding can cause.
 
     Raises:
-        ValueError: if the error is larger than ``tolerance``, or if there is nothing to compare.
+        ValueError: if the error is too large, if the outputs differ in structure, type or shape, if there is nothing
+            to compare, or if a network cannot be copied.
+        TypeError: if a network is a wrapper (compiled or parallel), or cannot be called on the example.
     """
     run = _CopyRunner(example, forward, training)
     was = run(old)
@@ -123,9 +126,10 @@ class _CopyRunner:
     def __call__(
         self, net: nn.Module, *, double: bool = False, seed: int | None = None, change: float | None = None
     ) -> _Seen:
-        """Run a copy, in float64 if ``double``.
+        """Run a copy of the network, in float64 if ``double``.
 
-        With a ``seed``, its weights are first changed at random, by ``change`` or, by default, by one rounding step.
+        With a ``seed``, the copy's weights and buffers are first changed at random. The relative size of these changes
+        is ``change`` or, by default, one rounding step of the original dtype.
         """
         twin = private_copy(net).train(self.training)
         steps = {name: change or _step(t) for name, t in _floating(twin)}
@@ -144,7 +148,7 @@ class _CopyRunner:
 def _is_rounding(
     old: nn.Module, new: nn.Module, run: _CopyRunner, same_weights: bool, make: Make | None, limit: float
 ) -> bool:
-    """Return whether two networks differ by no more than rounding would change the original's results."""
+    """Return whether rounding can explain the difference between the results of two networks."""
     wide = _made_in_double(old, new, run.example, make) if make is not None else None
     try:
         was, now = run(old, double=True), run(new if wide is None else wide, double=True)
@@ -212,7 +216,8 @@ def _errors(new: _Seen, old: _Seen) -> dict[str, float]:
     """Return the relative errors by path.
 
     Raises:
-        DifferenceError: if the outputs differ in structure, types or shapes.
+        DifferenceError: if the outputs differ in structure, types or shapes, or if the new network does not store a
+            tensor that the old one stores.
     """
     found = {path: _error(path, a, b) for path, a, b in _pairs(new.output, old.output)}
     for path, t in old.kept.items():
@@ -273,7 +278,7 @@ def _sort_key(item: Any) -> tuple[str, str, float]:
 
 
 def _as_tensor(item: Any) -> Tensor | None:
-    """Return a tensor, an array or a number as a tensor; None for anything else."""
+    """Return a tensor, an array or a number as a tensor, or None for anything else."""
     if isinstance(item, Tensor):
         return item
     if isinstance(item, np.ndarray | np.generic) and item.dtype.kind in "fiubc":
@@ -302,7 +307,7 @@ def _attributes(net: nn.Module) -> dict[str, Any]:
 
 
 def _changed(after: dict[str, Any], before: dict[int, tuple[Any, Any]]) -> dict[str, Tensor]:
-    """Return the tensors that a forward pass created or changed."""
+    """Return the tensors that a forward pass created or changed, by path."""
     found = {}
     for path, item in after.items():
         now, was = _as_tensor(item), _as_tensor(before.get(id(item), (item, None))[1])
@@ -336,7 +341,7 @@ def _nudge_(net: nn.Module, steps: dict[str, float], seed: int) -> None:
 
 @contextmanager
 def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    """Set torch's default dtype, for networks that call torch.zeros without a dtype."""
+    """Inside the block, set torch's default dtype, for networks that call torch.zeros without a dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype or before)
     try:

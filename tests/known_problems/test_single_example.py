@@ -46,7 +46,7 @@ def test_policy_running_needs_statistics():
 def test_a_mask_that_leaves_one_value():
     x, mask = torch.randn(2, 3, 4), torch.zeros(2, 4, dtype=torch.bool)
     mask[0, 0] = True
-    with pytest.raises(ValueError, match="with all but one value masked"):
+    with pytest.raises(ValueError, match="with only one unmasked value"):
         bn.BatchNorm1d(3)(x, mask=mask)
     layer = bn.BatchNorm1d(3)
     assert layer(x, mask=torch.zeros_like(mask)).eq(0).all()

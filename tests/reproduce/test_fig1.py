@@ -181,7 +181,7 @@ def test_a_finished_run_is_only_drawn_again(tmp_path, capfd):
     capfd.readouterr()
     assert main(words) == 0
     printed = capfd.readouterr().out
-    assert "this run is finished, so only its figure and report are written again" in printed
+    assert "this run is finished, so only its results are written again" in printed
     assert f"to start over, choose another --out or remove {tmp_path}" in printed
     assert [path.read_bytes() for path in summaries] == before
     assert (tmp_path / "fig1.png").exists()

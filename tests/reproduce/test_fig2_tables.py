@@ -295,10 +295,10 @@ def test_rates(results):
     assert found.rows[0] == ["rate", "without BN", "with BN"]
     assert found.rows[1] == ["0.0015", "20.0%", "30.0%"]
     assert found.rows[5] == ["0.045", "diverged by step 400", "40.0%"]
-    tried = "of those tried (0.0015 to 0.15)."
-    assert f"without BN reaches at least half of its best accuracy at rates 0.0015 to 0.0075 {tried}" in found.text
+    tried = "(tried: 0.0015 to 0.15)."
+    assert f"without BN reaches at least half of its best accuracy at rates from 0.0015 to 0.0075 {tried}" in found.text
     assert (
-        "with BN reaches at least half of its best accuracy at rates 0.0015 to 0.045 of those tried (0.0015 to 0.15)."
+        "with BN reaches at least half of its best accuracy at rates from 0.0015 to 0.045 (tried: 0.0015 to 0.15)."
         in found.text
     )
     # 40% without BN is reached at step 800; with BN at 0.015 the accuracies are 25% and 50%: at 800 as well.

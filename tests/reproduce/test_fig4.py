@@ -129,7 +129,7 @@ def test_a_first_session(session):
     assert {step["verdict"] for step in result["steps"]} <= {"confirmed", "refuted", "not resolved"}
     (row,) = [line for line in paper(session).splitlines() if "| Figure 4 |" in line]
     assert "% with 2 networks and 144 crops, " in row
-    assert "% with one of each (" in row
+    assert "% with one network and one crop (" in row
 
 
 def test_what_a_member_leaves(data, session):

@@ -21,7 +21,7 @@ from ..population import estimate_
 from ..results import check_writable, write_result
 from ..train.distributed import find_device
 
-QUESTION = "median seconds per pass over a residual network of 18 layers, and median ratios within rounds"
+QUESTION = "median seconds per pass over the data by a residual network of 18 layers, and median ratios within rounds"
 
 
 class Block(nn.Module):
@@ -59,7 +59,7 @@ def algorithm2(
     device: Literal["cpu", "cuda"] = "cpu",
     out: Path = Path("runs/bench/algorithm2.json"),
 ) -> None:
-    """Time estimate_ against plain forward passes, and our folded network against torch.fx's.
+    """Time estimate_ against plain forward passes, and a network folded by this library against one folded by torch.fx.
 
     Args:
         rounds: number of rounds, each of which times every contender once; a reported ratio is the median over rounds.
@@ -110,7 +110,7 @@ def _fold(net: nn.Module, data: list[Tensor], rounds: int) -> dict[str, float]:
 
 
 def _in_turns(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Return each contender's median seconds, and the median ratio of the last contender's time to each other time."""
+    """Return each contender's median seconds, and the median ratios of the last contender's time to the others'."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(rounds + 1):
         for name, run in contenders.items():

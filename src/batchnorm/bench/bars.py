@@ -27,7 +27,7 @@ class Bar(NamedTuple):
 
     @property
     def reached(self) -> bool | None:
-        """Whether the goal is reached; None if nothing was measured."""
+        """Whether the goal is reached, or None if nothing was measured."""
         if self.measured is None:
             return None
         return self.measured >= self.wanted if self.at_least else self.measured <= self.wanted

@@ -19,7 +19,7 @@ from .step_profile import profile
 
 @dataclass(frozen=True)
 class Contender:
-    """A variant of the network: either built from torch.nn's layers and compiled, or as ``batchnorm train`` runs it."""
+    """A variant of the network, built either from ``torch.nn``'s layers or as ``batchnorm train`` builds it."""
 
     name: str
     stock: bool = False

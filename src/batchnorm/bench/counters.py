@@ -48,7 +48,7 @@ READY = "watched: "  # prefix of the lines that the profiled program prints
 
 
 class CountedPass(NamedTuple):
-    """A forward or backward pass over one layer."""
+    """A forward or backward pass of one layer."""
 
     layer: tuple[str, int, int, int]
     layout: str
@@ -64,7 +64,7 @@ class CountedPass(NamedTuple):
 
 
 def counters(out: Path | None = None, least: float = 5.0) -> None:
-    """Print the hardware counters of forward and backward passes over the layers of ``bench kernels --layers short``.
+    """Print the hardware counters of forward and backward passes of the layers of ``bench kernels --layers short``.
 
     Args:
         out: the result file; by default, none is written.
@@ -89,7 +89,7 @@ def counters(out: Path | None = None, least: float = 5.0) -> None:
 
 
 def matched(output: str) -> Iterator[dict[str, Any]]:
-    """Yield one row per launch in ncu's output, together with the pass that the launch belongs to."""
+    """Yield one row for each launch of our kernels in ncu's output, with the pass that the launch belongs to."""
     lines = output.splitlines()
     told = [text.removeprefix(READY) for text in lines if text.startswith(READY)]
     passes = [CountedPass(**{**json.loads(text), "layer": tuple(json.loads(text)["layer"])}) for text in told]

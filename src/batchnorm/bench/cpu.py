@@ -70,7 +70,7 @@ class CpuRow:
     """The measurements of one case; times and ratios are medians over rounds.
 
     ``ratios`` has our time divided by torch's. With ReLU, it has two entries: for torch's out-of-place ReLU, and for
-    torch's in-place ReLU. ``ratio`` is the first entry, which must be below ``bar``.
+    torch's in-place ReLU. ``ratio`` is the first entry of ``ratios``, which must be below ``bar``.
     """
 
     level: Level
@@ -118,13 +118,14 @@ def cpu(
     """Time batch normalization in training, forward and backward, with and without ReLU, against torch.
 
     The contenders alternate within each round, so that other work on the machine affects all of them. With glibc, the
-    process keeps freed memory instead of returning it to the system.
+    process keeps freed memory for reuse instead of returning it to the system.
 
     Args:
         out: the result file; None writes no file. Published result files are in results/.
         threads: number of threads that torch uses.
         rounds: number of rounds, each of which times every contender.
-        seconds: about how long each contender runs per round; it runs forward and backward at least once.
+        seconds: about how long each contender runs per round; every contender runs at least one forward and backward
+            pass.
         levels: "layers" compares this library's layers with torch.nn's; "functions" compares ops.normalize_batch_ with
             F.batch_norm and F.relu. Unlike F.batch_norm, ops.normalize_batch_ also counts the batches.
     """
@@ -152,11 +153,11 @@ def cpu(
 
 
 def keep_freed_memory() -> bool:
-    """Make glibc keep freed memory; return False if this fails, for example with another C library.
+    """Make glibc keep freed blocks of less than 32 MiB; return False if this fails, as with another C library.
 
-    By default, glibc returns free memory at the end of the heap to the system. How much is free there depends on where
-    small objects happen to be. The next pass must then fault the pages in again, which can take longer than the
-    arithmetic.
+    By default, glibc returns free memory at the end of the heap to the system. The next pass must then fault the pages
+    in again, which can take longer than the arithmetic. How much memory is returned depends on where small objects
+    happen to be in the heap.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -254,7 +255,7 @@ class CpuBar(NamedTuple):
 
     @property
     def reached(self) -> bool | None:
-        """Whether every case is below the limit; None if there is no limit."""
+        """Whether every case is below the limit, or None if there is no limit."""
         return None if self.below is None else self.met == self.cases
 
     def line(self) -> str:

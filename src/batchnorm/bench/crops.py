@@ -1,4 +1,4 @@
-"""Does multi-crop evaluation keep the device busy? Compare its crops per second with the forward pass alone."""
+"""Does multi-crop evaluation keep the device busy? Compare its speed with that of the forward pass alone."""
 
 from __future__ import annotations
 

@@ -31,9 +31,9 @@ def fig1(
 ) -> None:
     """Time ``reproduce fig1`` against the same experiment in plain eager PyTorch, both as whole commands.
 
-    Both train with autograd and ``torch.optim.SGD``. The eager command uses the layer of ``torch.nn``, trains one
-    network after the other on torch's default number of threads, evaluates every 1,000 steps and writes no files. The
-    command ``reproduce fig1`` uses this library's layer with one thread per network, evaluates more often at first,
+    Both commands train with autograd and ``torch.optim.SGD``. The eager command uses the layer of ``torch.nn``, trains
+    one network after the other on torch's default number of threads, evaluates every 1,000 steps, and writes no files.
+    The command ``reproduce fig1`` uses this library's layer with one thread per network, evaluates more often at first,
     monitors the networks, and writes checkpoints, the figure and the report.
 
     Args:
@@ -51,7 +51,7 @@ def fig1(
         "one process": partial(_reproduce, steps, rate, std, 1),
         "make run": partial(_reproduce, steps, rate, std, 2),
     }
-    load = os.getloadavg()[0]  # if it is above 0.5, other work on the machine makes the times unreliable
+    load = os.getloadavg()[0]  # above 0.5, other work on the machine makes the times unreliable
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     accuracies: dict[str, list[list[float]]] = {name: [] for name in contenders}
     for seed in range(rounds):
@@ -117,7 +117,7 @@ def build(batch_norm: bool, std: float) -> nn.Sequential:
 
 
 def train(net: nn.Sequential, data: MNIST, steps: int, rate: float) -> float:
-    """Train for ``steps`` steps, evaluate every 1,000 steps, and return the last test accuracy."""
+    """Train for ``steps`` steps, evaluate every 1,000 steps and at the end, and return the final test accuracy."""
     optimizer = torch.optim.SGD(net.parameters(), lr=rate)
     order = torch.randperm(60_000)
     accuracy = 0.0

@@ -16,7 +16,7 @@ def require_gpu() -> None:
 
 
 def buffers(size: int) -> int:
-    """Return how many sets of ``size`` bytes fill a 60 MB cache three times; at least 3, at most 64."""
+    """Return how many buffers of ``size`` bytes fill a 60 MB cache three times, but at least 3 and at most 64."""
     return max(3, min(64, -(-180_000_000 // size)))
 
 
@@ -28,7 +28,10 @@ class Stopwatch:
         self.load = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
 
     def seconds(self, call: Callable[[int], Any], sets: int) -> float:
-        """Return the mean seconds of ``call(i)`` for i in ``range(sets)``; all results of the calls stay in memory."""
+        """Return the seconds per call of ``call(i)``, averaged over ``i`` in ``range(sets)``.
+
+        All results of the calls stay in memory until the timing ends.
+        """
         graph = torch.cuda.CUDAGraph()
         kept = []
         with torch.cuda.graph(graph, stream=self.stream):
@@ -52,7 +55,7 @@ def _event() -> torch.cuda.Event:
 
 
 def copy_bandwidth(watch: Stopwatch) -> float:
-    """Return the bytes per second that an elementwise kernel reads and writes on a tensor far larger than the cache."""
+    """Return the bytes per second that an elementwise kernel reads and writes in total, with data outside the cache."""
     x = [torch.randn(1 << 28, device="cuda").to(torch.bfloat16) for _ in range(3)]
 
     def call(i: int) -> Tensor:

@@ -24,7 +24,7 @@ from ..results import check_writable, write_result
 from .bars import Bar
 from .gpu_timing import require_gpu
 
-QUESTION = "host time of one eager layer's training call, relative to torch.nn's"
+QUESTION = "host time of one call of an eager layer, relative to torch.nn's"
 SHAPES = ((32, 64, 14, 14), (32, 512, 7, 7), (32, 256, 28, 28))
 CALLS = 200
 Step = Callable[[], Any]
@@ -70,7 +70,7 @@ def steps(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, tuple[Step, S
 
 
 def microseconds(step: Step) -> float:
-    """Return the host time of one call, in microseconds."""
+    """Return the mean host time of one call, in microseconds."""
     torch.cuda.synchronize()
     began = time.perf_counter()
     for _ in range(CALLS):
@@ -86,7 +86,8 @@ def host(rounds: int = 11, out: Path = Path("runs/bench/host.json")) -> list[dic
         out: the result file.
 
     Raises:
-        ValueError: if there is no CUDA device.
+        ValueError: if rounds is less than 1, or if there is no CUDA device.
+        OSError: if the result file cannot be written.
     """
     at_least(1, rounds=rounds)
     require_gpu()

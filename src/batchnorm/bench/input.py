@@ -80,7 +80,7 @@ def input_rate(
             photographs and so faster to decode.
         split: the split of the data to use.
         size: height and width of the crops.
-        images: number of images, evenly spaced in the data.
+        images: the largest number of images to load, spread evenly over the data.
         rounds: number of times each loader is timed.
         workers: number of worker processes.
         gpu_rate: images per second that the GPU consumes.
@@ -133,11 +133,11 @@ def _plain(source: ImageSource, reader: BatchReader, request: Request) -> Tensor
 def _check(reader: BatchReader, request: Request) -> None:
     plain, ours = _plain(reader.source, reader, request), reader[request].images.permute(0, 3, 1, 2)
     difference = (plain.float() - ours.float()).abs().mean().item()
-    # Scaled decoding, and rounding the crop to whole pixels, change pixel values by a few grey levels; a wrong crop
-    # would change them by tens of grey levels.
+    # Scaled decoding, and rounding the crop to whole pixels, change pixel values by a few gray levels; a wrong crop
+    # would change them by tens of gray levels.
     if difference > 10:
         raise RuntimeError(
-            f"the loaders return different images ({difference:.1f} grey levels apart on average), so nothing was timed"
+            f"the loaders return different images ({difference:.1f} gray levels apart on average), so nothing was timed"
         )
 
 

@@ -1,7 +1,7 @@
 """The rows of ``bench kernels``: the layers to measure, and the rows of earlier sessions that are still valid.
 
-A row has the measurements of one layer in one layout, dtype and operation. An earlier row is valid if neither the code
-of the kernels nor the choice of kernels for its layer has changed.
+A row has the measurements of one layer in one layout, dtype and operation. An earlier row is valid as long as the
+kernels' code and the choice of kernels for its layer are unchanged.
 """
 
 from __future__ import annotations
@@ -86,14 +86,14 @@ def provenance(commit: str | None) -> dict[str, Any]:
 
 @cache
 def digest(layer: LayerShape, channels_last: bool, dtype: torch.dtype, residual: bool, processors: int) -> str:
-    """Return a digest of the code that launches and runs the kernels, and of the kernels chosen for a row."""
+    """Return a digest of the kernels' and launchers' code (Python and CUDA), and of the kernels chosen for a row."""
     form = torch.channels_last if channels_last else torch.contiguous_format
     g = geometry_of(torch.empty(layer.shape, device="meta", memory_format=form))
     rules = (resident.choose, schedule.choose)
     chosen = [rule(g, dtype.itemsize, backward, residual, processors) for rule in rules for backward in (False, True)]
     found = hashlib.sha256(repr(chosen).encode())
     for path in sorted((Path(ops.__file__).parent / "cuda").rglob("*")):
-        if path.suffix in (".py", ".cu") and path.name != "schedule.py":  # the kernels that it chooses are hashed above
+        if path.suffix in (".py", ".cu") and path.name != "schedule.py":  # its choices are hashed above
             found.update(code_of(path).encode())
     return found.hexdigest()[:12]
 
@@ -126,7 +126,11 @@ def key_of(layer: LayerShape, channels_last: bool, dtype: torch.dtype, residual:
 
 
 def earlier_rows(path: Path, machine: dict[str, Any], processors: int) -> dict[Key, dict[str, Any]]:
-    """Return, by key, the rows of a result file that measured the current kernels."""
+    """Return, by key, the rows of a result file that were measured with the current kernels.
+
+    Raises:
+        ValueError: if the file is from other hardware, other software versions or another method.
+    """
     if not path.exists():
         return {}
     report = json.loads(path.read_text())

@@ -4,8 +4,8 @@
 
 The command times each contender's forward and backward pass inside a CUDA graph, with data that is not in the cache:
 for every layer, for BN+ReLU and BN+add+ReLU, and in both layouts. If the results of our kernels are wrong, our kernels
-are not timed. Rows of the result file that measured the current kernels are not measured again, so the work can span
-several sessions. A result file from another GPU model, or from other software versions, is refused.
+are not timed. Rows of the result file that were measured with the current kernels are not measured again, so the work
+can span several sessions. A result file from another GPU model, or from other software versions, is refused.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Sets:
         self.residual = [draw().requires_grad_() if residual else None for _ in range(self.n)]
 
     def limit(self, bandwidth: float) -> tuple[float, float]:
-        """Return the seconds that a forward and a backward pass need to move each input and output once."""
+        """Return the seconds in which a forward and a backward pass could move each input and output once."""
         extra = self.residual[0] is not None
         return tuple((n + extra) * self.bytes / bandwidth for n in (2, 3))  # type: ignore[return-value]
 
@@ -174,7 +174,7 @@ def measure(
 
 
 def time_all(bandwidth: float, sets: Sets, p: Parameters, calls: dict[str, Normalize]) -> dict[str, Any]:
-    """Check our kernels and time every contender; return the results, which are a part of the row."""
+    """Check our kernels, time every contender, and return the results as entries of a row."""
     x = sets.x[0]
     choice = ops.explain(x, p.gamma, p.beta, activation="relu", residual=sets.residual[0])
     row: dict[str, Any] = {

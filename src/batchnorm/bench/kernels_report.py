@@ -18,7 +18,7 @@ from .bars import Bar, geometric_mean
 
 CHIP = 26.4e6  # bytes that fit into the shared memory of 132 multiprocessors, 200 KB each
 MOVED = 20e6  # bytes; if a pass moves fewer, launch overhead dominates
-# How many tensors a (forward, backward) pass without a residual moves. ONCE: it reads each input once; TWICE: twice.
+# How many tensors a forward and a backward pass without a residual move, if they read each input once or twice.
 ONCE, TWICE = (2, 3), (3, 5)
 
 STYLES = {
@@ -43,7 +43,7 @@ class KernelBar(NamedTuple):
 
     @property
     def reached(self) -> bool | None:
-        """Whether the goal is reached; None if nothing was measured."""
+        """Whether the goal is reached, or None if nothing was measured."""
         return self._bar.reached
 
     def line(self) -> str:
@@ -57,7 +57,7 @@ class KernelBar(NamedTuple):
 
 
 def bars(rows: Iterable[dict[str, Any]]) -> list[KernelBar]:
-    """Check measured rows against the goals.
+    """Check the measured bfloat16 rows against the goals.
 
     >>> row = {"layout": "NCHW", "op": "BN+ReLU", "dtype": "bfloat16", "megabytes": 20.0, "limit_us": [10.0, 15.0]}
     >>> row["us"] = {"batchnorm": [12.0, 18.0], "compile": [30.0, 30.0], "eager": [60.0, 90.0]}
@@ -108,7 +108,7 @@ def ratio(row: dict[str, Any], other: str) -> float:
 
 
 def summary(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the geometric mean and the minimum of `ratio` for each layout, dtype, operation and other contender."""
+    """Return the geometric mean and the minimum of :func:`ratio` for each layout, dtype, operation and contender."""
     groups: dict[tuple[str, str, str], list[dict[str, Any]]] = {}
     for row in rows:
         if "batchnorm" in row["us"]:
@@ -161,7 +161,7 @@ def draw(report: dict[str, Any], plt: Any) -> Any:
         axes.axhline(1, color="k", lw=0.6)
         axes.set(title=f"{op}, {layout}, {dtype}", xlabel="one tensor, MB", ylim=(0, 1.05))
     figure.axes[0].set_ylabel("share of the one-read limit")
-    # Take the legend from the last panel: it shows NHWC, the only layout timed with cuDNN.
+    # Take the legend from the last panel: it shows NHWC, the only layout in which cudnn-fp16 is timed.
     figure.legend(*figure.axes[-1].get_legend_handles_labels(), loc="outside lower center", ncols=len(STYLES))
     figure.suptitle(f"{report['hardware']['device']}, torch {report['hardware']['torch']}: forward and backward")
     return figure

@@ -2,12 +2,12 @@
 
     python -m batchnorm bench learning --data DIR --out runs/bench/learning.json
 
-For each seed, the stock and the converted network start from the same weights and see the same crops in the same order.
-They train with SGD, Nesterov momentum and a one-cycle learning rate. On a GPU, they use bf16 autocast and
+For each seed, the stock and the converted network start from the same weights and train on the same crops in the same
+order. They train with SGD, Nesterov momentum and a one-cycle learning rate. On a GPU, they use bf16 autocast and
 channels_last.
 
-The two networks count as the same if their mean accuracies differ by no more than the wider of the two ranges over
-seeds.
+A network's range is the difference between its highest and lowest accuracy over seeds. The two mean accuracies count as
+the same if they differ by no more than the wider range.
 """
 
 from __future__ import annotations
@@ -156,14 +156,14 @@ def learning(
     Args:
         data: an image folder or tar shards, with the splits train and val.
         network: torchvision/NAME, timm/NAME or MODULE:FUNCTION, with at least as many outputs as there are classes.
-        seeds: seeds of the weights, the order and the crops; give several, such as 0 1 2, because one seed
-            cannot show a spread.
+        seeds: seeds of the weights, the order of the images and the crops; give several, such as 0 1 2, because one
+            seed cannot show a spread.
         size: height and width of the crops.
         batch: images per step.
         epochs: number of epochs of each run.
         rate: the highest learning rate of the cycle.
         device: cpu, cuda, or auto.
-        workers: processes per run that decode the images, once at the start.
+        workers: processes per run that decode the images; each image is decoded once, at the start.
         jobs: number of runs in parallel, each in its own process; 0 runs them one after the other in this process.
         out: the result file; the published one is results/same-learning-h200.json.
     """

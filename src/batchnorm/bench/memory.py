@@ -143,10 +143,10 @@ def measure(form: StepForm, batch: int, size: int, device: torch.device) -> Peak
 
 
 def peak_of_tensors(call: Callable[[], Any], device: torch.device) -> int | None:
-    """Return the bytes allocated at the peak of a call, not counting workspaces; None on a CPU.
+    """Return the bytes allocated at the peak of a call, not counting workspaces, or None on a CPU.
 
-    A block counts as a workspace if it is freed directly after it is allocated, because then an operation allocated it
-    for its own use.
+    A block counts as a workspace if the next event after its allocation is its release: an operation allocated such a
+    block for its own use.
     """
     if device.type != "cuda":
         return None

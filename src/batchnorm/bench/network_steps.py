@@ -49,7 +49,7 @@ NARROW = 0.01  # stop once half the width of the 95% interval is at most 1% of t
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings that all rows of a result file share."""
+    """Settings of one run of ``bench networks``."""
 
     device: str
     size: int
@@ -124,7 +124,9 @@ def convert_pair(name: str, settings: Settings) -> Pair:
 
 
 def without_norms(net: nn.Module) -> nn.Module:
-    """Return a copy without batch normalization layers; the time of its step is a lower limit for any implementation.
+    """Return a copy in which ``nn.Identity`` replaces the batch normalization layers.
+
+    The time of its training step is a lower limit for the network with any implementation of batch normalization.
 
     >>> without_norms(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))[1]
     Identity()
@@ -208,7 +210,7 @@ def _as_used(net: nn.Module, mode: Mode, images: Tensor) -> tuple[Any, Tensor]:
                 torch.distributed.init_process_group(kind, store=HashStore(), rank=0, world_size=1)
             if mode == "ddp":
                 return nn.parallel.DistributedDataParallel(net), images
-            net = net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # FSDP2 requires it
+            net = net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # required by FSDP2
             torch.distributed.fsdp.fully_shard(net)
     return net, images
 
@@ -238,7 +240,7 @@ class Prepared(NamedTuple):
 
 
 def prepare(net: nn.Module, mode: Mode, images: Tensor, labels: Tensor) -> Prepared:
-    """Take the first steps of a copy of a network, and measure their time and memory.
+    """Take the first steps of a copy of a network; measure the time of the first and the peak memory of a later one.
 
     The first step of a compiled network compiles with empty caches. This step is measured in CPU time, because other
     processes may compile at the same time.
@@ -284,7 +286,8 @@ def _losses(step: Callable[[], Tensor], seeds: range) -> list[float]:
 def _compiling() -> AbstractContextManager[Any]:
     """Return a context in which torch compiles with empty caches.
 
-    The backward pass is compiled before the forward pass runs, so that no activations occupy memory meanwhile.
+    If torch supports it, the backward pass is compiled before the forward pass runs, so that no activations occupy
+    memory during compilation.
     """
     import torch._functorch.config as functorch
     from torch._inductor.utils import fresh_cache
@@ -297,7 +300,7 @@ def _compiling() -> AbstractContextManager[Any]:
 
 
 def loss_problem(stock: Sequence[float], ours: Sequence[float], compiled: bool = False) -> str | None:
-    """Return a message about the first step whose losses differ by more than the tolerance, or None.
+    """Return a message about the first step whose losses differ by more than the tolerance, or None if all agree.
 
     >>> loss_problem([6.9, 6.8], [6.91, 6.75]), loss_problem([6.9, 6.8], [6.9, math.nan])
     (None, "the loss of step 2 is nan, but the stock network's is 6.8: not timed")
@@ -365,7 +368,8 @@ def time_rounds(steps: Sequence[Callable[[], Tensor]], device: str, seconds: flo
 def measure(pair: Pair, unit: Measurement, settings: Settings) -> Generator[str, None, list[Row]]:
     """Make a measurement and return its rows; yield ``TURN`` before timing.
 
-    Each time memory runs out, the batch size is halved.
+    Each time memory runs out, the batch size is halved. If memory runs out at a batch size below 4, the rows say that
+    the measurement failed.
     """
     examples = unit.batch
     while True:

@@ -209,7 +209,7 @@ def one_per_mode(job: NetworkJob) -> list[NetworkJob]:
 
 
 class _Measuring:
-    """Return the results of one job, one at a time, in a worker process."""
+    """The results of one job, which a worker process computes and returns one at a time."""
 
     def __init__(self, job: NetworkJob, settings: Settings) -> None:
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # other processes compile at the same time
@@ -220,6 +220,9 @@ class _Measuring:
         """Return the next measurement and its rows.
 
         Before the first timing, return ``TURN``; after the last measurement, return "".
+
+        Raises:
+            BrokenDeviceError: if a row failed and this process can no longer use the GPU.
         """
         if self.failed and self.settings.on_gpu:
             try:
@@ -253,7 +256,7 @@ class _Worker:
 def in_turns(
     jobs: Sequence[NetworkJob], settings: Settings, processes: int, end: float
 ) -> Iterator[tuple[str, list[Row]]]:
-    """Run each job in its own process, and yield its network and rows.
+    """Run each job in its own process, and yield the network and rows of each measurement, until the time ``end``.
 
     While one process is timed, the other processes are paused. If a job's process dies, a new process continues with
     the measurement after the failed one.
@@ -305,7 +308,7 @@ def in_turns(
 
 
 def here(jobs: Sequence[NetworkJob], settings: Settings, end: float) -> Iterator[tuple[str, list[Row]]]:
-    """Measure the jobs in this process, one after the other, and yield their networks and rows."""
+    """Run the jobs in this process; yield the network and rows of each measurement, until the time ``end``."""
     for job in jobs:
         for found in results_of(job, settings):
             if isinstance(found, tuple):
@@ -353,6 +356,7 @@ def networks(
     Raises:
         ValueError: if an option is wrong, if a network cannot be built or has no batch normalization, or if the result
             file is from another machine or from other versions or settings.
+        OSError: if the result file cannot be written.
         JobsFailedError: if a row failed; the other rows are written.
     """
     end = time.monotonic() + 60 * minutes
@@ -429,7 +433,7 @@ def line(row: Row) -> str:
 
 
 def draw(report: dict[str, Any], plt: Any) -> Any:
-    """Draw one panel per mode in ``MODE_NAMES``, with one bar per network and batch size, fastest network first."""
+    """Draw one panel per mode in ``MODE_NAMES``, with one bar per network and batch size, the largest speedup first."""
     rows = [row for row in report["rows"] if "failed" not in row and row["mode"] in MODE_NAMES]
     modes, names, batches = (list(dict.fromkeys(row[key] for row in rows)) for key in ("mode", "network", "batch"))
     batches.sort(reverse=True)

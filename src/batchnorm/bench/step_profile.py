@@ -49,8 +49,8 @@ def profile(step: Callable[[], Any], steps: int = 5) -> dict[str, Any]:
 def summary(launches: Sequence[Launch], steps: int) -> dict[str, Any]:
     """Return the milliseconds of each kind of kernel, summed over streams, and the number of launches; both per step.
 
-    ``busy`` is the share of the time in which at least one kernel runs. ``longest_rest`` lists the five longest
-    kernels that match no pattern in ``KINDS``, with their milliseconds per step.
+    ``busy`` is the share of the time in which at least one kernel runs. ``longest_rest`` has the milliseconds per step
+    of up to five kernels: those that take longest among the kernels that match no pattern in ``KINDS``.
 
     >>> found = summary([Launch("sm90_fprop", 0, 400), Launch("forward_layers", 300, 500), Launch("add", 700, 800)], 1)
     >>> found["milliseconds"], found["launches"], found["busy"]

@@ -1,15 +1,16 @@
-"""How many images per second does training process with this library's layers, compared with torch.nn's layers?
+"""How many images per second does a training step process with this library's layers, compared with torch.nn's?
 
 ``batchnorm bench train`` times whole steps (forward, loss, backward, SGD with momentum; bf16 autocast, channels_last,
 replayed as one CUDA graph) of
 
 - stock: the network of the paper's appendix, built from ``torch.nn``'s layers, with torch.compile and fused SGD;
-- stock, composed stem: the same, with the stem's two convolutions composed into one;
+- stock, composed stem: the stock network, with the stem's two convolutions composed into one;
 - ours: this library's network as ``batchnorm train`` runs it.
 
-Each contender has its own process, so that all contenders compile in parallel; then they are timed alternately. Their
-losses on the same weights and images must agree. Each round gives a ratio of two contenders' times; the reported ratio
-is the median over the rounds. Finally, a profile of "ours" shows where the time of a step goes.
+Each contender has its own process, so that all contenders compile in parallel. The contenders' losses on the same
+weights and images must agree. Then the contenders are timed alternately. Each round gives a ratio of two contenders'
+times; the reported ratio is the median over the rounds. Finally, a profile of "ours" shows where the time of a step
+goes.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class StepTime:
 
 
 def measure(ready: Mapping[str, Remote], batch: int, rounds: int) -> list[StepTime]:
-    """Time contenders alternately; the first is stock, and the second is stock with a composed stem."""
+    """Time contenders alternately; the first must be stock, and the second must be stock with a composed stem."""
     steps = max(5, 2000 // batch)
     table = [[contender.call("seconds", steps) for contender in ready.values()] for _ in range(rounds)]
     found = []

@@ -41,8 +41,8 @@ class Normalize(nn.Module):
     """Turn uint8 images into floats of about zero mean and unit variance: y = (x / 255 - mean) / std.
 
     Args:
-        mean: the mean of each colour, in [0, 1].
-        std: the standard deviation of each colour, for values in [0, 1].
+        mean: the mean of each channel, for values in [0, 1].
+        std: the standard deviation of each channel, for values in [0, 1].
         dtype: the dtype of the result.
 
     >>> Normalize()(torch.zeros(1, 3, 2, 2, dtype=torch.uint8))[0, 0, 0, 0]
@@ -90,8 +90,8 @@ class Augment(Normalize):
     Args:
         photometric: the strength of the distortions, ``"full"``, ``"reduced"`` or ``"none"``.
         flip: whether to mirror each image with probability 1/2.
-        mean: the mean of each colour, as in :class:`Normalize`.
-        std: the standard deviation of each colour.
+        mean: the mean of each channel, as in :class:`Normalize`.
+        std: the standard deviation of each channel.
         dtype: the dtype of the result.
 
     >>> augment = Augment("reduced")
@@ -142,7 +142,7 @@ class Augment(Normalize):
         mean = images.mean((2, 3), dtype=torch.float32)
         # A matrix product would take as many launches, and autocast would round its operands.
         sums = torch.addcmul(third, of_mean, mean[:, None]).sum(2)[:, :, None, None]
-        # Allocate the output in the images' memory format. A result broadcast from one channel would not have it.
+        # Allocate the output in the images' memory format, which a result broadcast from one channel would not have.
         y = torch.empty_like(images, dtype=torch.float32)
         for channel in range(3):
             sums = torch.addcmul(sums, of_pixel[:, :, channel, None, None], images[:, channel : channel + 1], out=y)
@@ -160,11 +160,11 @@ class Distortions:
     Brightness multiplies all three parts by b, contrast multiplies the last two by c, and saturation multiplies the
     last by s. The order of these three steps does not matter. Lighting adds a colour l, that is, G l to the first part
     and l - G l to the last. Only the factors of steps after lighting apply to l: b' is b, or 1 if brightness came
-    before lighting, and likewise c' and s'. So the distorted pixel is
+    before lighting; c' and s' are defined likewise. So the distorted pixel is
 
         y = b G m + bc G (x - m) + bcs (x - G x) + b' G l + b'c's' (l - G l)
 
-    where everything but x and m is known without the image.
+    where only x and m depend on the image.
 
     Args:
         strength: the strength of the distortions.

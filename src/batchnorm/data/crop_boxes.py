@@ -33,8 +33,10 @@ class Box(NamedTuple):
 def random_box(draws: Sequence[float], width: int, height: int, area: tuple[float, float] = CROP_AREA) -> Box:
     """Return a rectangle of random area, aspect ratio and position, like GoogLeNet's training crops.
 
+    If no attempt fits into the image, return the largest centred rectangle of an allowed aspect ratio.
+
     Args:
-        draws: :data:`DRAWS` numbers in [0, 1), four for each attempt at a rectangle that fits into the image.
+        draws: :data:`DRAWS` numbers in [0, 1), four for each attempt.
         width, height: the image's size.
         area: the range from which the rectangle's share of the image's area is drawn uniformly.
 
@@ -50,7 +52,7 @@ def random_box(draws: Sequence[float], width: int, height: int, area: tuple[floa
         if 0 < w <= width and 0 < h <= height:
             left, top = int(x * (width - w + 1)), int(y * (height - h + 1))
             return Box(left, top, left + w, top + h)
-    # No attempt fits, so the image is probably very wide or tall: take the centre at the nearest allowed ratio.
+    # No attempt fits, so the image is probably very wide or tall.
     return _centred(min(width, round(height * wide)), min(height, round(width / narrow)), width, height)
 
 

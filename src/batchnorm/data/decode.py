@@ -58,6 +58,9 @@ def crop_image(image: Image | Tensor, choose: Choose, out: Tensor) -> None:
     """Crop and resize a decoded image into ``out``, as :func:`decode_crop` does with an image decoded at full size.
 
     A tensor must be uint8 of shape (3, height, width).
+
+    Raises:
+        CorruptImageError: if a Pillow image cannot be decoded; the message gives the decoder's reason.
     """
     if isinstance(image, Tensor):
         height, width = image.shape[1:]

@@ -1,4 +1,4 @@
-"""A whole set of images, decoded once and kept on the device; a file can store the decoded images for later runs."""
+"""All images of a split, decoded once and kept on the device; a file can store the decoded images for later runs."""
 
 from __future__ import annotations
 
@@ -79,11 +79,12 @@ class DeviceCache:
 def open_decoded(
     data: Path, split: str, size: int, *, folder: Path, workers: int, device: torch.device | str
 ) -> DeviceCache:
-    """Return the decoded images of a split, from a file in ``folder`` if there is one for the same data.
+    """Return the decoded images of a split, from a cache file in ``folder`` if there is one for the same data.
 
-    Data counts as the same if its classes and labels, and the names, sizes and modification times of its image files or
-    shards, are unchanged. Cache files of other data are left alone. The cache file only saves time: if it cannot be
-    read, it is written again, and if it cannot be written, there is a warning.
+    Otherwise, decode the images and write the cache file. Data counts as the same if its classes and labels, and the
+    names, sizes and modification times of its image files or shards, are unchanged. Cache files of other data are left
+    alone. The cache file only saves time: if it cannot be read, it is written again, and if it cannot be written, there
+    is a warning.
     """
     error = require("safetensors", "train").SafetensorError
     data, where = data.expanduser(), torch.device(device)
@@ -115,8 +116,8 @@ def discard_decoded(folder: Path) -> None:
 def crop_resize(images: Tensor, boxes: Tensor, size: int) -> Tensor:
     """Cut a box out of each image and resize it with an antialiased bilinear (triangle) filter.
 
-    The filter is separable: y = R x C^T with one matrix for the rows and one for the columns of each image. So a batch
-    takes two batched matrix products, and the host never waits for the device.
+    The filter is separable: the result is R x C^T, where x is a channel of an image, and R and C are matrices that
+    resize its height and width. So a batch takes two batched matrix products, and the host never waits for the device.
 
     Args:
         images: uint8 of shape (n, height, width, 3).
@@ -132,7 +133,7 @@ def crop_resize(images: Tensor, boxes: Tensor, size: int) -> Tensor:
 
 
 def _triangle_filter(start: Tensor, stop: Tensor, pixels: int, size: int) -> Tensor:
-    """Return each input pixel's weight in each output pixel, of shape (n, size, pixels); 0 outside [start, stop)."""
+    """Return each input pixel's weight in each output pixel, of shape (n, size, pixels); 0 outside the box."""
     scale = ((stop - start) / size)[:, None]
     centre = start[:, None] + scale * (torch.arange(size, device=start.device) + 0.5)
     pixel = torch.arange(pixels, device=start.device) + 0.5

@@ -100,7 +100,7 @@ class PartSource:
         """Open the held-out images of a split or, if ``held_out`` is False, all its other images.
 
         The given share of each class is held out: at least one image, but never all of them. A hash of the file names
-        decides which images are held out, so the choice depends neither on the seed nor on the machine.
+        decides which images are held out, so the choice is the same for every seed and on every machine.
         """
         whole = open_source(root, split)
         names = [whole.name(k).removeprefix(str(root)) for k in range(len(whole.labels))]
@@ -128,7 +128,7 @@ class PartSource:
 
     @property
     def shard_sizes(self) -> tuple[int, ...]:
-        """How many of these examples are in each shard of the whole source; shards with none are left out."""
+        """How many of these examples are in each shard of the whole source; shards without any are left out."""
         ends = np.searchsorted(self.examples, np.cumsum(self.whole.shard_sizes))
         return tuple(n for n in np.diff(ends, prepend=0).tolist() if n)
 
@@ -152,11 +152,11 @@ def training_splits(path: str | Path, validate: float) -> tuple[str, str]:
 
     Args:
         path: the folder with the data.
-        validate: the share of the training images to validate with, if the data has no validation set.
+        validate: the share of the training images to hold out for validation; 0 if the data has a validation set.
 
     Raises:
-        ValueError: if the data has a validation set and a share is given.
-        FileNotFoundError: if the data has no validation set and no share is given.
+        ValueError: if the data has a validation set and ``validate`` is not 0.
+        FileNotFoundError: if the data has training images but no validation set, and ``validate`` is 0.
     """
     if validate and has_split(path, "val"):
         raise ValueError(
@@ -240,7 +240,10 @@ def small_images_note(source: ImageSource, size: int) -> str | None:
 
 
 def check_same_data(data: dict[str, dict[str, Any]]) -> None:
-    """Check that results come from the same images.
+    """Check that results come from the same images, given the data of each result as :func:`describe_data` returns it.
+
+    Raises:
+        ValueError: if the data of two results differ; the message names both results.
 
     >>> check_same_data({"a": {"train": 3}, "b": {"train": 4}})
     Traceback (most recent call last):
@@ -258,7 +261,7 @@ def check_same_data(data: dict[str, dict[str, Any]]) -> None:
 
 
 def describe_data(path: Path, splits: Sequence[str] = ("train", "val")) -> dict[str, Any]:
-    """Return the numbers of images and classes, and a hash of the labels, class names and a sample of the images."""
+    """Return the numbers of images and classes, and a hash of labels, class names, shard sizes and sample images."""
     sources = {split: open_source(path, split) for split in splits}
     digest = hashlib.sha256()
     for source in sources.values():

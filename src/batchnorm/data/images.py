@@ -69,9 +69,9 @@ class ImageBatches:
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this rank's batches of an epoch from step ``start`` on.
 
-        Images are uint8 of shape (n, 3, size, size), channels last in memory; labels are int64 of shape (n,). Step k
-        depends only on the seed, the epoch and k, so resuming from (epoch, step) is exact. Corrupt files are left out
-        of their batches. In evaluation, the last batch may be empty on some ranks.
+        Images are uint8 of shape (n, 3, size, size), channels last in memory; labels are int64 of shape (n,). The
+        batch of step k depends only on the seed, the epoch and k, so resuming from (epoch, step) is exact. Corrupt
+        files are left out of their batches. In evaluation, the last batch may be empty on some ranks.
 
         Raises:
             ValueError: if ``start`` is out of range.
@@ -141,9 +141,9 @@ def open_images(
 ) -> ImageBatches:
     """Open one split of an image folder or of tar shards as batches of crops.
 
-    Training (``train=True``) sees every example once per epoch, in random order, each as a random crop. Evaluation
-    sees the examples in stored order, each as its centre square. Workers only read, decode and crop the images;
-    :class:`batchnorm.data.Augment` then mirrors, distorts and normalizes them.
+    In training (``train=True``), every example is used once per epoch, in random order and with a random crop. In
+    evaluation, the examples are used in stored order, each as its centre square. Workers only read, decode and crop the
+    images; :class:`batchnorm.data.Augment` then mirrors, distorts and normalizes them.
 
     Args:
         path: a folder with ``train/CLASS/*.jpg`` and ``val/CLASS/*.jpg``, or with WebDataset's ``train-*.tar`` and
@@ -152,7 +152,7 @@ def open_images(
         size: the side of the crops.
         batch_size: the number of examples in a step over all ranks; see :class:`batchnorm.data.Order` for each rank's
             part and for the last steps.
-        train: whether to use random order and crops, or stored order and centre squares.
+        train: True for random order and random crops, False for stored order and centre squares.
         shuffle: the random order of training, ``"fixed"`` or ``"epoch"``; see :class:`batchnorm.data.Order`.
         seed: the seed of the order and the crops.
         rank: the rank of this process.

@@ -105,9 +105,9 @@ class _Requests:
 
 
 class Prefetcher:
-    """Answer requests in order, in ``workers`` processes that stay alive, or in this process if ``workers`` is 0.
+    """Decode the requested batches in order, in ``workers`` persistent processes or, if ``workers`` is 0, in this one.
 
-    Only one sequence of answers can be open at a time: after a new call, reading an earlier sequence raises an error.
+    Only one sequence of batches can be open at a time: after a new call, reading an earlier sequence raises an error.
     """
 
     def __init__(self, reader: BatchReader, workers: int, device: torch.device) -> None:
@@ -117,7 +117,7 @@ class Prefetcher:
         self._loader = self._make_loader() if workers else None
 
     def __call__(self, requests: Iterable[Request]) -> Iterator[Decoded]:
-        """Yield the answers, with their images and labels on the device."""
+        """Yield the decoded batches, with their images and labels on the device."""
         self._turn += 1
         answers = self._answers(requests)
         ahead = _copy_ahead(answers, self.device) if self.device.type == "cuda" else answers

@@ -1,4 +1,4 @@
-"""Divide examples into steps and ranks, and sample batches of balanced sizes."""
+"""Divide examples among steps and ranks, and sample batches of balanced sizes."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class Order:
     any number of ranks. Each rank takes one consecutive part of the step; the sizes of the parts differ by at most one.
 
     If the number of examples is not a multiple of the batch size, the last step is smaller. In training, a rank needs
-    at least two examples to normalize, so the last two steps share their examples evenly if the last one would be less
+    at least two examples to normalize, so the last two steps share their examples evenly if the last step would be less
     than half full. In evaluation, the examples are not moved between steps, and a rank's part of the last step may be
     empty.
 
     Args:
         shard_sizes: the number of examples in each shard.
         batch_size: the number of examples in a step, over all ranks.
-        train: whether to use random order and balanced last steps, or the stored order.
+        train: True for random order and balanced last steps, False for the stored order.
         shuffle: ``"fixed"`` uses one random order for all epochs, so the same examples always share a mini-batch;
             ``"epoch"`` draws a new order each epoch. Both shuffle the shards and the examples within each shard.
         seed: the seed of the random order.
@@ -121,7 +121,7 @@ class Order:
 class BalancedBatches(Sampler[list[int]]):
     """Sample mini-batches whose sizes differ by at most one, so that the last batch never has a single example.
 
-    Use it as a loader's ``batch_sampler``. Every example is seen once per epoch, in ceil(n / batch_size) batches.
+    Use it as a loader's ``batch_sampler``. Every example is used once per epoch, in ceil(n / batch_size) batches.
 
     Args:
         n: the number of examples, at least 2.

@@ -21,7 +21,7 @@ def members(file: IO[bytes], name: str, start: int = 0, length: int | None = Non
     Args:
         file: a seekable file; the caller may read and seek it between two members.
         name: the file's name, for error messages.
-        start, length: the archive's position in the file, if the file holds more than the archive.
+        start, length: the archive's offset and length in the file; by default, the archive is the whole file.
 
     Raises:
         ValueError: if the file is not an uncompressed tar file, is cut off or damaged, has a sparse member, or has data

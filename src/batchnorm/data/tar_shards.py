@@ -192,7 +192,7 @@ class ShardIndex:
 
 
 def scan(shard: Path) -> Iterator[ShardImage]:
-    """Yield the images of a shard with their labels, in stored order.
+    """Return an iterator over the images of a shard with their labels, in stored order.
 
     Raises:
         ValueError: if the shard is not a complete tar file, if two images have the same key, or if an example lacks its

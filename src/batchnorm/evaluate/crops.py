@@ -31,7 +31,7 @@ class Crops:
     ``size``: its centre; with ``corners`` also its four corners; with ``whole`` also the square itself, resized.
     ``mirror`` adds the mirror image of each crop.
 
-    By default there are no scales and there is one crop: the centre square that validation during training uses
+    By default, ``scales`` is empty and there is one crop: the centre square that validation during training uses
     (:func:`batchnorm.data.crop_boxes.centre_box`).
 
     Args:

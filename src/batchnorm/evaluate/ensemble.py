@@ -35,7 +35,7 @@ class EnsembleReport(NamedTuple):
     crops: int
     members: tuple[Member, ...]
     disagreement: float | None
-    """how often two networks' first choices differ, over all images and pairs of networks; None for one network"""
+    """how often two networks' first choices differ, over all images and pairs, or None for a single network"""
     enlarged: int
     """number of images that were enlarged because they are smaller than the crop"""
     corrupt: tuple[CorruptFile, ...]
@@ -55,7 +55,7 @@ class EnsembleReport(NamedTuple):
         lines = [f"{member.name:{width}}  {member.alone}" for member in self.members]
         if self.disagreement is not None:
             lines.append(f"{'mean of all':{width}}  {self.score}")
-            lines.append(f"two networks disagree on {self.disagreement:.2%} of the images")
+            lines.append(f"on average, two networks disagree on {self.disagreement:.2%} of the images")
         lines.append(f"{self.score.examples:,} images, {self.crops} {'crop' if self.crops == 1 else 'crops'} of each")
         if self.enlarged:
             lines.append(f"{self.enlarged:,} images are smaller than the crop and were enlarged")
@@ -131,7 +131,7 @@ class Ensemble:
         return EnsembleReport(crops, tuple(self.members), self.disagreement(), enlarged, corrupt)
 
     def disagreement(self) -> float | None:
-        """Return how often two networks' first choices differ, over all images and pairs; None for a single network.
+        """Return how often two networks' first choices differ, over all images and pairs, or None for a single network.
 
         If v_c of K networks choose class c for an image, the result is the mean over images of
         1 - sum_c v_c (v_c - 1) / (K (K - 1)).
@@ -155,8 +155,8 @@ def evaluate_networks(
 
     Args:
         networks: a mapping from each network's name to a function that builds or loads it.
-        batches: the images, from :func:`batchnorm.evaluate.open_squares`; each network sees them once.
-        batch_size: crops per forward pass.
+        batches: the images, from :func:`batchnorm.evaluate.open_squares`; each network runs on them once.
+        batch_size: crops per forward pass, approximately.
 
     Raises:
         ValueError: if there are no networks, or if a network does not fit the data or has diverged; the message names

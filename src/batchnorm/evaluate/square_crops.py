@@ -141,7 +141,8 @@ def open_squares(
         path: a folder with SPLIT/CLASS/*.jpg or with SPLIT-*.tar.
         split: the name of the split.
         crops: the crops of each image.
-        batch_size: crops per forward pass; in each step, a rank gets about ``batch_size / crops.per_square`` images.
+        batch_size: crops per forward pass, approximately; each step gives a rank about
+            ``batch_size / crops.per_square`` images.
         workers: the number of processes that decode ahead; 0 decodes in this process.
         rank: the rank of this process.
         world_size: the number of processes.

@@ -24,7 +24,7 @@ class Value:
 
     @property
     def sole_consumer(self) -> TracedCall | None:
-        """The call that reads the value, if there is exactly one such call and nothing else can read it."""
+        """The only call that reads the value, or None if several calls or none read it, or if the value escapes."""
         return self.consumers[0] if len(self.consumers) == 1 and not self.escapes else None
 
 
@@ -54,7 +54,7 @@ class TracedCall:
     """Whether the call returned its input unchanged: for example, Identity, or Dropout in evaluation."""
 
     def argument(self, position: int, name: str) -> Any:
-        """Return an argument passed by position or by name; None if it was not passed."""
+        """Return an argument passed by position or by name, or None if it was not passed."""
         return self.args[position] if len(self.args) > position else self.kwargs.get(name)
 
     def replay(self, x: Tensor) -> Any:
@@ -107,7 +107,7 @@ class Graph:
         return value.consumers if value is not None else []
 
     def follows_input(self, value: Value) -> bool:
-        """Return whether a value depends on the input, or on a stored tensor that is no parameter or buffer."""
+        """Return whether a value depends on the input, or on a stored tensor that is not a parameter or buffer."""
         held = set(self._values.values())
         waiting, seen = [value], set[Value]()
         while waiting:

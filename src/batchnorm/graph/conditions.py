@@ -39,8 +39,8 @@ class ConditionBuilder:
         """Expect tensors where the example has tensors, equal values elsewhere, and the same answers about shapes.
 
         In the trace, each argument is a separate object, but code can compare arguments with ``is``. So two arguments
-        must not be the same tensor, unless they are the same tensor in the example. Graphs for such examples are
-        checked by comparing outputs with the original network's.
+        must not be the same tensor, unless they are the same tensor in the example. If they are, the graph is checked
+        by comparing its outputs with those of the original network.
         """
         tensors: dict[str, Tensor] = {}
         for name, pattern in patterns.items():
@@ -67,7 +67,11 @@ class ConditionBuilder:
             self._expect_value(text, pattern[1])
 
     def expect_reads(self) -> None:
-        """Expect that the attributes that the code read are unchanged, and that children still have their classes."""
+        """Expect that the attributes that the code read are unchanged.
+
+        Children that were traced into, or whose output's type was checked, must also keep their classes and have no
+        hooks.
+        """
         for path, name in self.traced.reads:
             # Read the twin, the copy that was traced: the module itself may be in another mode by now.
             owner = self.twin.get_submodule(path)
@@ -88,7 +92,7 @@ class ConditionBuilder:
                     self._expect_unchanged(str(node.target))
 
     def expect_shared(self) -> None:
-        """Expect that names of one module or tensor still refer to one object: the graph uses only the first name."""
+        """Expect that names of the same module or tensor still refer to one object; the graph uses one of them."""
         names: dict[int, dict[str, None]] = {}
         for path, name in self._places():
             owner = self.module.get_submodule(path)

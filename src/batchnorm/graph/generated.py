@@ -30,7 +30,7 @@ from .kinds import is_quiet, is_watched
 from .patterns import Fusion
 from .questions import stand_in
 
-LARGEST = 64  # lists, tuples, sets and dicts with more entries are Unwatchable
+LARGEST = 64  # lists, tuples, sets and dicts with more entries raise Unwatchable
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def _describe(fusion: Fusion) -> str:
 
 @contextmanager
 def recording_variants(net: nn.Module) -> Iterator[dict[nn.Module, bool]]:
-    """Inside the block, record whether each rewritten module that is called runs a variant in any of its calls."""
+    """Yield a dict that records, for each rewritten module called in the block, whether any call runs a variant."""
     ran: dict[nn.Module, bool] = {}
     forwards = {type(m): type(m).forward for m in net.modules() if is_rewritten(m)}
 
@@ -147,7 +147,7 @@ def original_kind(module: nn.Module) -> type[nn.Module]:
 
 
 def is_same(value: Any, frozen: Any) -> bool:
-    """Return whether a value still equals ``frozen``, an earlier result of :func:`freeze`."""
+    """Return whether a value is unchanged since :func:`freeze` returned ``frozen`` for it."""
     try:
         return bool(freeze(value) == frozen)
     except Unwatchable:
@@ -258,6 +258,9 @@ def pattern_of(value: Any, seen: dict[int, Tensor]) -> Any:
         value: the argument.
         seen: the stand-in of each tensor found so far, by the tensor's ``id``; new stand-ins are added.
 
+    Raises:
+        Unwatchable: for a nested tensor, a large container, or a value of an unsupported type.
+
     >>> kind, x, rest = pattern_of([torch.zeros(2, 3), None], {})
     >>> kind, x.shape, rest
     (<class 'list'>, torch.Size([2, 3]), ('value', None))
@@ -265,7 +268,7 @@ def pattern_of(value: Any, seen: dict[int, Tensor]) -> Any:
     if isinstance(value, Tensor):
         try:
             return seen.setdefault(id(value), stand_in(value))
-        except RuntimeError:  # a nested tensor has no shape
+        except RuntimeError:  # a nested tensor has no regular shape
             raise Unwatchable(f"a {type(value).__name__} without a regular shape") from None
     if type(value) in (list, tuple) and len(value) <= LARGEST:
         return (type(value), *(pattern_of(v, seen) for v in value))
@@ -277,7 +280,11 @@ def pattern_of(value: Any, seen: dict[int, Tensor]) -> Any:
 
 
 def freeze(value: Any) -> Any:
-    """Return a hashable copy of a value, to check later whether an attribute has changed."""
+    """Return a hashable representation of a value, to check later whether the value has changed.
+
+    Raises:
+        Unwatchable: for NaN, a large container, or a value of an unsupported type.
+    """
     if value is None or isinstance(value, bool | int | float | complex | str | bytes | Enum):
         if value != value:
             raise Unwatchable("nan")

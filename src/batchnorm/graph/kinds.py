@@ -20,7 +20,7 @@ Affine = nn.Linear | Convolution | Transposed
 IN_PLACE = frozenset(
     getattr(operator, name) for name in dir(operator) if name[:1] == "i" and hasattr(operator, name[1:])
 )
-# Names as returned by plain_name(), which maps both F.leaky_relu and nn.LeakyReLU to "leakyrelu".
+# Names as returned by plain_name(), which maps the names of both F.leaky_relu and nn.LeakyReLU to "leakyrelu".
 NONLINEAR = frozenset(
     """relu relu6 leakyrelu prelu rrelu elu selu celu gelu silu mish sigmoid tanh hardtanh hardsigmoid hardswish
     softplus softsign logsigmoid threshold tanhshrink softshrink hardshrink clamp clampmin clip sin""".split()  # noqa: SIM905
@@ -30,7 +30,7 @@ MOVING = frozenset(
     """view reshape flatten unflatten permute transpose swapaxes swapdims t mt movedim moveaxis squeeze unsqueeze
     contiguous clone detach pixelshuffle pixelunshuffle channelshuffle viewas reshapeas""".split()  # noqa: SIM905
 )
-# Calls that may come between an affine layer and the nonlinearity that it feeds: sums, concatenations, pools, slices.
+# Calls that may come between an affine layer and the nonlinearity that it feeds, such as sums and pools.
 HANDING_ON = MOVING | frozenset(
     """add sub rsub cat concat concatenate stack hstack vstack mean chunk split unbind narrow select getitem pad
     interpolate upsample upsamplingnearest2d upsamplingbilinear2d dropout dropout1d dropout2d dropout3d alphadropout
@@ -53,7 +53,7 @@ def base_type(module: nn.Module) -> type[nn.Module]:
 
 
 def keeps_torch_forward(module: nn.Module) -> bool:
-    """Return whether the module runs ``torch.nn``'s forward, neither overridden nor patched."""
+    """Return whether the module runs a forward of ``torch.nn`` that is not overridden or patched."""
     if "forward" in vars(module) or "_conv_forward" in vars(module):
         return False
     if isinstance(module, torch.jit.ScriptModule | fx.GraphModule):
@@ -87,13 +87,13 @@ def returns_its_input(module: nn.Module) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return whether the module has hooks, which may see or change its inputs and outputs."""
+    """Return whether the module has forward or backward hooks, which may see or change its inputs and outputs."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return any(getattr(module, kind) for kind in kinds)
 
 
 def is_quiet(module: nn.Module) -> bool:
-    """Return whether a module has no hooks and no patched forward."""
+    """Return whether a module has no forward or backward hooks and no patched forward."""
     return not (
         module._forward_hooks
         or module._forward_pre_hooks

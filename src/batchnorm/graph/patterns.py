@@ -61,7 +61,8 @@ class Fusion(NamedTuple):
 class Match(NamedTuple):
     """The nodes of one matched pattern.
 
-    ``passed`` lists the identities in the pattern, and all but the last node of an activation computed in steps.
+    ``passed`` lists the identities in the pattern. For an activation computed in steps, it also lists the steps before
+    the last one.
     """
 
     norm: fx.Node
@@ -76,7 +77,7 @@ class Match(NamedTuple):
 
     @property
     def residual(self) -> Any:
-        """The summand that does not come from the batch normalization; None if there is no sum."""
+        """The summand that does not come from the batch normalization, or None if there is no sum."""
         return None if self.sum is None else self.sum.args[1 - self.summand]
 
     @property
@@ -95,7 +96,8 @@ class Match(NamedTuple):
         """The calls of modules whose classes must not change, because the fusion relies on them.
 
         The fused call runs where the sum was, so the calls between BN and the sum must not write to BN's input. If the
-        sum is in place, the call whose output it overwrites must return a new tensor.
+        sum is in place, the call whose output the sum overwrites must return a new tensor. The same holds for the call
+        that returns BN's input if ``needs_private_input``.
         """
         if self.sum is None:
             return []
@@ -235,7 +237,7 @@ class Matcher:
             if not self._fits(norm, residual):
                 continue
             # If the sum is written into the residual, the residual must be a new tensor that nothing else reads,
-            # because the fused call does not overwrite it.
+            # because the fused call does not overwrite the residual.
             if writes_its_sum(node) and mine and not (self._is_fresh(residual) and _only_user(residual) is node):
                 continue
             x = norm.args[0]
@@ -251,7 +253,7 @@ class Matcher:
         """Find the activation after a node, if nothing else reads the node's value.
 
         Return the activation's last node, its kind, and the nodes between ``node`` and the last node. If there is no
-        activation, return None, the identity and ().
+        activation, return None, the identity activation and ().
         """
         last, passed = self._follow(node)
         user = _only_user(last)
@@ -367,7 +369,7 @@ class Matcher:
         return new and any(isinstance(a, fx.Node) for a in node.args)
 
     def _same_tensor(self, node: fx.Node) -> fx.Node | None:
-        """Return the argument that the node returns as its result (x += y returns x), or None."""
+        """Return the argument that the node returns (x += y returns x) or passes on unchanged, or None."""
         same = node.args[0] if writes_its_sum(node) else self._handed_on(node)
         return same if isinstance(same, fx.Node) else None
 
@@ -404,7 +406,7 @@ class Matcher:
         return False
 
     def _cannot_move(self, norm: fx.Node, end: fx.Node) -> bool:
-        """Return whether BN must not move to the sum: a call in between may use BN or its tensors, or switch a mode."""
+        """Return whether BN must not move to the sum, because other code may use BN or its tensors or switch a mode."""
         layer = self._module(norm)
         between = [(node, self._module(node)) for node in _between(norm, end)]
         if any(_switches_a_mode(node) or (m is not None and layer in modules_within(m)) for node, m in between):
@@ -449,7 +451,7 @@ _PARAMETERS = {
 
 
 def writes_its_sum(node: fx.Node) -> bool | None:
-    """Return whether a sum overwrites its first summand; None if ``node`` is not a sum of two different nodes."""
+    """Return whether a sum overwrites its first summand, or None if ``node`` is not a sum of two different nodes."""
     table = _sums(node.op)
     if node.target not in table or len(node.args) != 2 or node.kwargs or node.args[0] is node.args[1]:
         return None
@@ -505,7 +507,7 @@ def _makes_a_new_tensor(module: nn.Module) -> bool:
 
 
 def may_write_its_input(module: nn.Module) -> bool:
-    """Return whether a module may write to its input; False only for modules that are known not to."""
+    """Return whether a module may write to its input; False only for modules that are known not to write."""
     if isinstance(module, nn.Sequential) and runs_in_order(module):
         for child in module:
             if may_write_its_input(child) or _makes_a_new_tensor(child):

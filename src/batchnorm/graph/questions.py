@@ -1,7 +1,7 @@
 """Answer what traced code asks about its arguments: their shapes, dtypes and devices.
 
-The answers come from the example. Each question is also written as a Python expression, so that a rewritten forward can
-ask it again before each call.
+The answers come from example arguments. Each question is also written as a Python expression, so that a rewritten
+forward can ask the question again before each call.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Given = dict[str, tuple[str, Tensor]]
 
 
 class Unanswerable(Exception):
-    """Raised unless a value is known to depend only on the shapes, dtypes and devices of arguments."""
+    """Raised if a value may depend on more than the shapes, dtypes and devices of arguments."""
 
 
 def stand_in(t: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def stand_in(t: Tensor) -> Tensor:
 
 
 def larger_batch(given: Given) -> Given:
-    """Return the same arguments with one more example in the batch."""
+    """Return the same arguments with a first dimension that is larger by 1; scalar tensors are unchanged."""
     return {
         name: (text, t.new_empty(()).expand(len(t) + 1, *t.shape[1:]) if t.dim() else t)
         for name, (text, t) in given.items()
@@ -46,8 +46,8 @@ def ask(tree: Any, given: Given) -> tuple[str, Any]:
     ``tree`` is a node, a constant, or a tuple, list or slice of these.
 
     Raises:
-        Unanswerable: unless the value is known to depend only on shapes, dtypes and devices; also if it is a tensor,
-            because a stand-in does not have the argument's contents.
+        Unanswerable: if the value may depend on more than shapes, dtypes and devices, if it is a constant of an
+            unsupported type, or if it is a tensor, because a stand-in does not have the argument's contents.
     """
     if isinstance(tree, fx.Node):
         text, value = follow(tree, given)

@@ -90,6 +90,8 @@ def _parts(value: Any) -> Iterator[Any]:
 def runs_in_order(module: nn.Module) -> bool:
     """Return whether the module is a Sequential with torch's own forward, which runs its children in order.
 
+    A subclass that defines properties, or methods other than ``__init__``, does not count.
+
     >>> runs_in_order(nn.Sequential()), runs_in_order(nn.ModuleList())
     (True, False)
     """
@@ -120,7 +122,7 @@ def runs_its_graph(module: nn.Module) -> bool:
 
 
 def next_in_order(holder: Holder) -> nn.Module | None:
-    """Return the module that a Sequential calls after a child, skipping identities; None if unknown or at the end."""
+    """Return the module that a Sequential calls after a child, skipping identities, or None if none is known."""
     if holder.key is None or not runs_in_order(holder.module):
         return None
     keys = list(holder.module._modules)

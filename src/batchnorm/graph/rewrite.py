@@ -1,4 +1,4 @@
-"""Rewrite a module's forward so that BN, a sum and an activation become a single call.
+"""Rewrite a module's forward so that BN, with a sum, an activation or both after it, becomes a single call.
 
 :mod:`batchnorm.graph.conditions` writes the conditions under which the new forward is valid, and
 :mod:`batchnorm.graph.generated` generates the class with this forward.
@@ -151,7 +151,10 @@ def restore_wrong_(net: nn.Module, check: Callable[[], Any]) -> dict[str, str]:
 def arguments_in(
     net: nn.Module, example: Any, forward: network_call.Forward | None, *, training: bool
 ) -> dict[str, dict[str, Any] | str]:
-    """Run a copy of a network; return, by module path, the patterns of the arguments, or why there are no patterns."""
+    """Run a copy of a network and return, by module path, the patterns of the arguments in each module's first call.
+
+    If a module's arguments have no pattern, the reason is returned instead.
+    """
     twin = private_copy(net).train(training)
     found: dict[str, dict[str, Any] | str] = {}
 
@@ -185,7 +188,7 @@ def _has_code(module: nn.Module) -> bool:
 
 
 class _Worker:
-    """Trace a network's modules in one mode and find what can be fused; children must come before their parents."""
+    """Trace a network's modules in one mode and find what can be fused; process children before their parents."""
 
     def __init__(self, net: nn.Module, training: bool, calls: dict[str, Any], is_norm: IsNorm) -> None:
         self.net, self.calls, self.is_norm = net, calls, is_norm

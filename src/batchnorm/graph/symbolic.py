@@ -129,7 +129,7 @@ class Spies:
 
 
 def problem_with(kind: type) -> str:
-    """Return why a module's class cannot be subclassed or its calls cannot be traced; "" if both are possible."""
+    """Return why a module's class cannot be subclassed or its calls cannot be traced, or "" if both are possible."""
     own = [k for k in kind.__mro__ if k not in (nn.Module, object)]
     if any("__init_subclass__" in vars(k) for k in own) or type(kind) not in (type, ABCMeta):
         return f"{kind.__name__} has an __init_subclass__ method or a custom metaclass"
@@ -187,7 +187,7 @@ def _is_slice(container: nn.Module, known: Collection[nn.Module]) -> bool:
 
 
 def _entry(forward: Callable[..., Any], arguments: dict[str, Any]) -> tuple[FunctionType, Given]:
-    """Return a function that takes each tensor in the arguments as a separate parameter and calls the forward."""
+    """Return a function that calls the forward and has one parameter per tensor in the arguments, and these tensors."""
     given: Given = {}
     scope: dict[str, Any] = {"call": _call, "forward": forward}
 
@@ -353,14 +353,14 @@ class _Tracer(fx.Tracer):
     def known(
         self, obj: fx.Proxy, given: Given | None = None, ask: Callable[[fx.Node, Given], tuple[str, Any]] = ask
     ) -> tuple[str, Any] | None:
-        """Return a proxy's Python expression and value; None if they depend on more than shapes, dtypes and devices."""
+        """Return a proxy's Python expression and value, or None if ``ask`` raises Unanswerable."""
         try:
             return ask(obj.node, given or self._given)
         except Unanswerable:
             return None
 
     def erase_questions(self) -> None:
-        """Erase the nodes that were only needed to ask questions, because the conditions ask them instead."""
+        """Erase the nodes that were only needed to ask questions, because the conditions ask the questions instead."""
         waiting = self._asked
         while waiting:
             node = waiting.pop()
@@ -373,7 +373,7 @@ class _Tracer(fx.Tracer):
 
 
 class _Typed:
-    """Make isinstance checks in the user's code see a Tensor; raise Untraceable if the type is unknown."""
+    """Make a proxy behave like a tensor in the user's code; raise Untraceable where that is impossible."""
 
     node: fx.Node
     tracer: Any
@@ -427,7 +427,7 @@ class _Typed:
 
 
 def _unpacked(frame: FrameType) -> int | None:
-    """Return the number of names in an assignment such as ``a, b = x``; None if the code does something else."""
+    """Return the number of names in an assignment such as ``a, b = x``, or None if the code does something else."""
     now = (i for i in dis.get_instructions(frame.f_code) if i.offset == frame.f_lasti)
     return next((i.argval for i in now if i.opname == "UNPACK_SEQUENCE"), None)
 
@@ -491,7 +491,7 @@ class _Outsiders(TorchFunctionMode):
 
 @contextmanager
 def _recorded_factories(tracer: _Tracer) -> Iterator[None]:
-    """Record calls of FACTORIES, which do not accept proxies as sizes, and the results of STATES."""
+    """In the block, record calls of FACTORIES, which do not accept proxies as sizes, and the results of STATES."""
     thread = get_ident()
 
     def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -564,7 +564,7 @@ def is_machinery(name: str) -> bool:
 
 @cache
 def _unrecorded(code: CodeType) -> str:
-    """Return a description of what ``code`` does that torch.fx does not record; "" if there is nothing."""
+    """Return a description of what ``code`` does that torch.fx does not record, or "" if there is nothing."""
     before = ""
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("BEFORE_WITH", "LOAD_SPECIAL"):
@@ -578,7 +578,7 @@ def _unrecorded(code: CodeType) -> str:
 
 
 def _refuse_unrecorded() -> None:
-    """Refuse calls from code that does something which torch.fx does not record."""
+    """Raise Untraceable if the code that made the current call does something that torch.fx does not record."""
     frame: FrameType | None = sys._getframe(2)
     found = ""
     while frame is not None:

@@ -37,9 +37,10 @@ def trace(
 
     Args:
         net: any network.
-        example: a batch, see :mod:`batchnorm.network_call`; the batch is copied, so in-place code cannot change it.
-        forward: calls the network on a batch, ``forward(net, batch)``; needed if the network takes several positional
-            inputs.
+        example: a batch; :mod:`batchnorm.network_call` describes how a network is called on a batch. The batch is
+            copied, so in-place code cannot change it.
+        forward: function that calls the network on a batch, as ``forward(net, batch)``; needed, for example, if the
+            network takes several positional inputs.
         training: the mode to run in; None means the network's current mode.
 
     >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU())
@@ -66,7 +67,11 @@ def trace(
 
 
 def trace_modes(net: nn.Module, example: Any, forward: network_call.Forward | None) -> list[Graph]:
-    """Trace the network in evaluation mode, and also in training mode unless that raises an error."""
+    """Trace the network in evaluation mode, and also in training mode if the example can run in that mode.
+
+    Raises:
+        SharedWithOriginalError: if the copy that is traced uses a part of the original network.
+    """
     evaluation = trace(net, example, forward, training=False)
     try:
         return [evaluation, trace(net, example, forward, training=True)]
@@ -132,8 +137,8 @@ class _Recorder(TorchFunctionMode):
     def mark_escaped(self, out: Any) -> None:
         """Mark the values that are in the network's output, or whose tensors are still referred to after the run.
 
-        If a tensor is still alive after this recorder drops its reference, something else refers to the tensor: a
-        module, a global list or a closure.
+        If a tensor is still alive after this recorder drops its reference, something else refers to the tensor, such
+        as a module, a global list or a closure.
         """
         shown = {id(t) for t in network_call.tensors_in(out)}
         kept = [(weakref.ref(t), self.values[id(t)]) for aliases in self._aliases.values() for t in aliases.values()]
@@ -228,7 +233,7 @@ class _Recorder(TorchFunctionMode):
 
 
 def _without_tensors(item: Any) -> Any:
-    """Return an argument for the record; None for an object with tensors, because the object would keep them alive."""
+    """Return an argument to record, or None for an object that holds tensors, because it would keep them alive."""
     return None if network_call.tensors_in(item) else item
 
 

@@ -1,4 +1,4 @@
-"""Turn a trained network into the network for inference, as Algorithm 2 turns N_tr into N_inf."""
+"""Turn a trained network into a network for inference, as at the end of Algorithm 2."""
 
 from .export import export
 from .fold import fold

@@ -1,4 +1,4 @@
-"""Compute the fixed affine map that BN applies at inference, and fold it into weights or keep it as a module."""
+"""Compute the fixed affine map that BN applies at inference, and fold it into weights or apply it as a module."""
 
 from __future__ import annotations
 
@@ -103,11 +103,11 @@ def _over_kernel(v: Tensor, weight: Tensor) -> Tensor:
 class FixedAffine(nn.Module):
     """Apply a fixed scale and shift per feature and a nonlinearity: y = g(scale * x + shift + residual).
 
-    This module replaces a batch normalization that could not be folded, or that is called with a residual or a mask. It
-    has no statistics and no parameters.
+    This module replaces a batch normalization that could not be folded, or that is called with a residual or a mask. A
+    ``FixedAffine`` has no statistics and no parameters.
 
     Args:
-        scale: one value per feature, in the shape of the feature dimensions; None if weights absorbed the map.
+        scale: one value per feature, in the shape of the feature dimensions; None if the map was folded into weights.
         shift: like ``scale``.
         activation: g.
 
@@ -136,7 +136,7 @@ class FixedAffine(nn.Module):
         if self.scale is not None and self.shift is not None:
             shape = self.scale.shape + (1,) * (input.dim() - 1 - self.scale.dim())
             scale, shift = self.scale.view(shape), self.shift.view(shape)
-            # On CUDA, addcmul needs only one kernel launch. On the CPU, two separate operations were faster.
+            # On CUDA, addcmul needs only one kernel launch. On the CPU, a product and a sum were faster.
             y = torch.addcmul(shift, y, scale) if y.is_cuda else (y * scale).add_(shift)
         if residual is not None:
             y = y + residual
@@ -144,6 +144,6 @@ class FixedAffine(nn.Module):
         return y if mask is None else torch.where(mask, y, 0)
 
     def extra_repr(self) -> str:
-        """Describe the map."""
+        """Return the shape of the features and the name of the activation."""
         features = "" if self.scale is None else "x".join(map(str, self.scale.shape)) + " features, "
         return f"{features}activation={self.activation.name}"

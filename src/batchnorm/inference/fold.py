@@ -55,16 +55,17 @@ def fold(
     """Return the inference network: each BN(x) becomes y = scale * x + shift, folded into adjacent weights if possible.
 
     A batch normalization is folded into the affine layer (Linear, convolution or transposed convolution) that produces
-    its input. If that is not possible, it is folded into the affine layers that consume its output. If neither is
-    possible, it becomes a fixed affine map, together with the activation after it. A forward pass on ``example`` shows
-    which layers are adjacent; the order in which they were defined does not matter. Weights are folded in float64, and
-    the new network's outputs for ``example`` are compared with the original's. ``net`` is not changed.
+    its input or, if that is not possible, into the affine layers that consume its output. A batch normalization that
+    cannot be folded becomes a fixed affine map, which also applies the activation after it if possible. A forward pass
+    on ``example`` shows which layers are adjacent; the order in which they were defined does not matter. Weights are
+    folded in float64, and the new network's outputs for ``example`` are compared with the original's. ``net`` is not
+    changed.
 
     Some modules normalize in their own forward: they call ``F.batch_norm``, or they are batch normalization subclasses
-    with their own forward. ``torch.fx`` traces these forwards, and the batch normalization becomes a child of the
-    module. A traced forward uses the values that the module's attributes had during the trace. A forward is not traced
-    if it assigns to attributes, or if it changes a tensor or a list of its module. All other Python code stays the
-    same.
+    with their own forward. ``torch.fx`` traces a forward of this kind, and its batch normalization becomes a child of
+    the module. A traced forward uses the values that the module's attributes had during the trace. A forward is not
+    traced if it assigns to attributes, or if it changes a tensor or a list of its module. Python code that is not
+    traced stays the same.
 
     Args:
         net: any network, in either mode; it is folded in evaluation mode.
@@ -72,7 +73,8 @@ def fold(
         tolerance: the largest relative error to accept; by default, the error that rounding can cause in the network's
             precision.
         traced: True traces the whole network and returns a ``torch.fx.GraphModule``; if a module is called more than
-            once, each call is folded separately. False traces nothing. None traces only the forwards described above.
+            once, each call is folded separately. False traces nothing. None traces only forwards that normalize, as
+            described above.
         forward: calls the network on a batch, ``forward(net, batch)``; needed if the network takes several positional
             inputs.
 
@@ -113,7 +115,7 @@ def fold_with_report(
     forward: network_call.Forward | None = None,
 ) -> tuple[nn.Module, VerbReport]:
     """Fold a network as :func:`fold` does, without a warning; return the network and the report."""
-    # Trace ``net``, not ``source``: only then does the trace fail if a copy still uses ``net``'s own modules.
+    # Trace `net`, not `source`: only this trace can detect that a copy of `net` still uses modules of `net` itself.
     paths = modules_that_normalize(net, trace(net, example, forward, training=False))
     source = _copy(net)
     if traced:
@@ -210,7 +212,7 @@ def _run(net: nn.Module, example: Any, forward: network_call.Forward | None) -> 
 def _substitutes(
     net: nn.Module, graph: Graph, plan: FoldPlan, fused: dict[nn.Module, nn.Module]
 ) -> dict[nn.Module, nn.Module]:
-    """Return the replacements of the batch normalizations and of the activations that are fused into them."""
+    """Return the replacements for batch normalizations, the activations fused into them, and ``Fused`` placeholders."""
     new: dict[nn.Module, nn.Module] = {}
     for layer in plan.gone:
         activation = _activation_of(layer)

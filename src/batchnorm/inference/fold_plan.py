@@ -46,7 +46,7 @@ class FoldPlan:
 
 
 def make_plan(graph: Graph, layers: list[TorchBatchNorm]) -> FoldPlan:
-    """Plan to fold each layer into the producer of its input, else into the consumers of its output, if possible."""
+    """Plan how to fold each layer: into the producer of its input or, if that fails, the consumers of its output."""
     plan = FoldPlan()
     order = {call.module: i for i, call in reversed(list(enumerate(graph.calls)))}
     for layer in sorted(layers, key=lambda m: order.get(m, -1)):
@@ -64,7 +64,7 @@ def make_plan(graph: Graph, layers: list[TorchBatchNorm]) -> FoldPlan:
 
 
 def reason_to_keep(module: nn.Module, graph: Graph) -> str:
-    """Return why a batch normalization cannot become a fixed affine map; "" if it can, and for other modules."""
+    """Return why a batch normalization cannot become a fixed affine map; return "" if it can, and for other modules."""
     if is_scripted_norm(module):
         return "it is scripted; call fold before scripting the network"
     if not isinstance(module, TorchBatchNorm):
@@ -90,7 +90,7 @@ def is_scripted_norm(module: nn.Module) -> bool:
 
 
 def functional_norms(graph: Graph) -> list[TracedCall]:
-    """Return the functional batch norms that normalize data (not weights), one per module and set of parameters."""
+    """Return the functional batch norm calls that normalize data, not weights; one per module and set of parameters."""
     calls = [call for call in graph.functions(*FUNCTIONS) if graph.follows_input(call.inputs[0])]
     return list({(call.path, *call.inputs[1:]): call for call in calls}.values())
 
@@ -165,7 +165,7 @@ def _fold_down(graph: Graph, plan: FoldPlan, layer: TorchBatchNorm) -> None:
 def _source(plan: FoldPlan, graph: Graph, call: TracedCall) -> tuple[TracedCall, list[TracedCall]]:
     """Return the affine call that produces a layer's input, and the calls in between, which only move elements.
 
-    Folded batch norms are skipped. A batch norm that remains also counts as an affine call.
+    Folded batch norms are skipped. A call of a batch norm that is not folded also counts as an affine call.
     """
     value: Value = call.argument(0, "input")
     moves: list[TracedCall] = []
@@ -194,7 +194,11 @@ def _source(plan: FoldPlan, graph: Graph, call: TracedCall) -> tuple[TracedCall,
 def _sinks(
     plan: FoldPlan, layer: TorchBatchNorm, value: Value, moves: list[TracedCall]
 ) -> Iterator[tuple[TracedCall, list[TracedCall]]]:
-    """Yield each affine call that consumes a layer's output, and the calls in between; refuse other consumers."""
+    """Yield each affine call that consumes a layer's output, and the calls in between.
+
+    Raises:
+        Refusal: if anything else consumes the output.
+    """
     if value.escapes:
         raise Refusal("its output is an output of the network or is read by untraced code")
     for reader in value.consumers:
@@ -271,8 +275,8 @@ def _feature_pairs(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield pairs of tensors that hold the index of each element's feature before and after the moves.
 
-    The first pair is for the example's shape. In each other pair, one dimension that has size 1 in the example has
-    size 2. Shapes that the moves do not accept, or that change the features, are left out.
+    The first pair is for the example's shape. In each other pair, one dimension that has size 1 in the example has size
+    2. If the moves fail on a shape, or change its features, there is no pair for that shape.
     """
     yield _replayed(_numbered(origin, dims), moves), _numbered(target, kept)
     for larger in (d for d, n in enumerate(origin) if n == 1 and d not in dims):
@@ -337,7 +341,7 @@ def _feature_dims(module: nn.Module, rank: int) -> list[int]:
 
 
 def _feature_shape(layer: nn.Module) -> tuple[int, ...]:
-    """Return the shape of the layer's running mean: (C,), or for example (C, H, W)."""
+    """Return the shape of the layer's running mean, such as (C,) or (C, H, W)."""
     assert isinstance(layer, TorchBatchNorm)
     assert layer.running_mean is not None
     return tuple(layer.running_mean.shape)

@@ -56,7 +56,7 @@ class TracedForwards(NamedTuple):
     """The paths of modules that now run a traced forward, and the reasons why other modules do not."""
 
     layers: set[str]
-    """The paths of batch normalizations that had their own forward; they are now plain ``nn.Module`` objects."""
+    """The paths of batch normalization subclasses with their own forward, which are now other ``nn.Module`` objects."""
     modules: list[str]
     refused: dict[str, str]
 
@@ -65,7 +65,13 @@ NOTHING_TRACED = TracedForwards(set(), [], {})
 
 
 def as_graph_module(net: nn.Module) -> fx.GraphModule:
-    """Trace a whole network, in evaluation mode, and give each call of a layer (module or function) its own module."""
+    """Trace a whole network, and give each call of an affine layer or batch normalization its own module.
+
+    The network must be in evaluation mode.
+
+    Raises:
+        ValueError: if torch.fx cannot trace the network.
+    """
     try:
         if "forward" in vars(net):
             raise ValueError("its forward was replaced on the instance")
@@ -90,10 +96,10 @@ def as_graph_module(net: nn.Module) -> fx.GraphModule:
 def trace_forwards_(
     net: nn.Module, owners: list[str], example: Any, forward: network_call.Forward | None
 ) -> TracedForwards:
-    """Trace, in place, the forward of each module that calls batch_norm itself; all other code stays the same.
+    """Trace, in place, the forwards of the modules at ``owners``, which call batch_norm; all other code stays the same.
 
-    The batch normalization becomes a child of the module. If a forward cannot be traced, the forward of the module's
-    parent is traced, with the module's code included, and so on up to the network.
+    In a traced module, the batch normalization becomes a child. If a forward cannot be traced, the forward of the
+    module's parent is traced, with the module's code included, and so on up to the network.
     """
     traced = TracedForwards(set(), [], {})
     modules = dict(net.named_modules())
@@ -148,7 +154,7 @@ class _ForwardTracer(fx.Tracer):
 
     Raises:
         Untraceable: if the code has effects that a graph would not repeat, or uses values in ways that torch.fx does
-            not record. The modules may have changed by then.
+            not record. The modules may have changed before this error is raised.
     """
 
     def __init__(self, is_leaf: Callable[[nn.Module], bool]) -> None:
@@ -189,7 +195,7 @@ class _CheckedProxy(fx.Proxy):
         return f"{self}"
 
     def __format__(self, spec: str) -> str:
-        self.tracer.texts.append(repr(self))  # allowed only in the message of an assertion
+        self.tracer.texts.append(repr(self))  # text is allowed only in the message of an assertion
         return repr(self)
 
 
@@ -288,7 +294,7 @@ def _trace_forward_(module: nn.Module, inside: set[nn.Module], calls: list[Any])
 
 
 def _fixed_arguments(module: nn.Module, calls: list[Any]) -> dict[str, Any]:
-    """Return the arguments that contain no tensors. They become constants, so they must be equal in all calls."""
+    """Return the arguments without tensors, which become constants in the graph and must be equal in all calls."""
     parameters = signature(type(module).forward).parameters
     single = {k for k, p in parameters.items() if p.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)}
     found: list[dict[str, Any]] = []
@@ -306,7 +312,7 @@ def _fixed_arguments(module: nn.Module, calls: list[Any]) -> dict[str, Any]:
 
 
 def _modules_with_norm(root: nn.Module, graph: fx.Graph) -> dict[fx.Node, nn.Module]:
-    """Return :func:`_equivalent_modules`; raise ValueError if none of them is a batch normalization."""
+    """Return what :func:`_equivalent_modules` returns; raise ValueError if it contains no batch normalization."""
     found = _equivalent_modules(root, graph)
     if not any(isinstance(new, AnyBatchNorm) for new in found.values()):
         raise ValueError("it has no batch_norm with fixed statistics and parameters")
@@ -328,7 +334,7 @@ def _drop_layers(module: nn.Module, graph: fx.Graph, inside: set[nn.Module]) -> 
 
 
 def _adopt(module: nn.Module, graph: fx.Graph, before: set[str], twin: nn.Module) -> None:
-    """Change the module's class to a class that runs the graph; a batch normalization becomes a plain nn.Module.
+    """Give the module a class that runs the graph; for a batch normalization, this class derives only from nn.Module.
 
     The graph was traced on ``twin``, a copy of the module, which has the new children and constants.
     """
@@ -338,7 +344,7 @@ def _adopt(module: nn.Module, graph: fx.Graph, before: set[str], twin: nn.Module
     names = tuple((name, by_name("value", thing)) for name, thing in code.globals.items())
     kind = type(module)
     base = nn.Module if norm else getattr(kind, "_traced_from", kind)
-    traced = _traced_class(base, kind.__name__, code.src, names)  # may raise, so do this before changing the module
+    traced = _traced_class(base, kind.__name__, code.src, names)  # may raise, so call it before changing the module
     for name in [*module._parameters, *module._buffers]:
         if name not in after and (norm or name in before):
             delattr(module, name)
@@ -443,7 +449,7 @@ def _affine(root: nn.Module, node: fx.Node, given: dict[str, Any]) -> nn.Module 
 
 
 def _fetch(root: nn.Module, node: Any) -> Tensor | None:
-    """Return a copy of the parameter or buffer that a node reads; None if the node's value is computed."""
+    """Return a copy of the parameter or buffer that a node reads, or None if the node's value is computed."""
     if not isinstance(node, fx.Node) or node.op != "get_attr":
         return None
     value: Any = root

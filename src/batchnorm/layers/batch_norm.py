@@ -28,7 +28,7 @@ STATISTICS, WEIGHT, BIAS = 1, 2, 4
 
 
 class BatchNorm(TorchBatchNorm):
-    """The base class: normalize by batch statistics in training, and by running averages in evaluation."""
+    """The base class of layers that normalize by batch statistics in training and running averages in evaluation."""
 
     num_features: int | tuple[int, ...]  # type: ignore[assignment]
     num_batches_skipped: Tensor | None
@@ -88,16 +88,16 @@ class BatchNorm(TorchBatchNorm):
 
     @property
     def features(self) -> tuple[int, ...]:
-        """The shape of the running mean: (C,) or, with statistics per activation, a shape such as (C, H, W)."""
+        """The shape of the statistics: (C,) or, with statistics per activation, a shape such as (C, H, W)."""
         return _as_tuple(self.num_features)
 
     @property
     def running_mean(self) -> Tensor | None:  # type: ignore[override]
-        """The running average of the mean; None if the layer keeps no running averages.
+        """The running average of the mean, or None if the layer has no running averages.
 
         Raises:
-            RuntimeError: if one of torch's tools reads the average and would drop options that ``torch.nn`` layers do
-                not have, such as the activation.
+            RuntimeError: if the caller is a torch tool that would drop options that ``torch.nn`` layers do not have,
+                such as the activation.
         """
         tool = None if torch.compiler.is_compiling() else tool_at(sys._getframe(1))
         lost = [] if tool is None else self._extras(for_inference=tool.for_inference)
@@ -109,13 +109,13 @@ class BatchNorm(TorchBatchNorm):
         """Return the running mean and variance."""
         if "running_mean" in self._buffers:
             return self._buffers["running_mean"], self.running_var
-        return self.running_mean, self.running_var  # not a buffer, for example if it is parametrized
+        return self.running_mean, self.running_var  # the mean is not a buffer, for example if it is parametrized
 
     @property
     def frozen(self) -> int:
         """What is frozen, as a sum: 1 for the statistics, 2 for the weight, 4 for the bias.
 
-        This property exists because torch.distributed.checkpoint reads each entry of the state dict as an attribute.
+        The property is needed because torch.distributed.checkpoint reads each entry of the state dict as an attribute.
         """
         return self._frozen
 
@@ -126,11 +126,11 @@ class BatchNorm(TorchBatchNorm):
 
     @property
     def uses_batch_statistics(self) -> bool:
-        """Whether the next forward pass would normalize by the statistics of its mini-batch."""
+        """Whether the layer, in its current mode, normalizes by batch statistics instead of running averages."""
         return self._normalizes_by_batch()
 
     # forward() and the methods that it calls avoid properties: if compiled code reads a property, Dynamo guards on the
-    # class. Such a guard turns off Dynamo's fast check of the enclosing modules.
+    # class. A guard on the class turns off Dynamo's fast check of the enclosing modules.
 
     def _normalizes_by_batch(self) -> bool:
         return not self._frozen & STATISTICS and (self.training or any(a is None for a in self._averages()))
@@ -146,8 +146,9 @@ class BatchNorm(TorchBatchNorm):
         """Return g(BN(input) + residual).
 
         Args:
-            input: a tensor of shape (N, C), (N, C, L), (N, C, H, W) or (N, C, D, H, W).
-            residual: added before the activation; same shape as the input.
+            input: a tensor of shape (N, C) or (N, C, L) for ``BatchNorm1d``, (N, C, H, W) for ``BatchNorm2d``, and
+                (N, C, D, H, W) for ``BatchNorm3d``.
+            residual: a tensor of the input's shape that is added before the activation.
             mask: bool, of shape (N, *locations): False leaves a position out of the statistics and makes its output 0.
             activation: g for this call, instead of the layer's own activation.
         """
@@ -189,7 +190,7 @@ class BatchNorm(TorchBatchNorm):
         return ops.batch_norm_(input, self.weight, self.bias, running, self._factor(), self.eps, **options)[0]
 
     def _fast(self, input: Tensor, residual: Tensor | None, activation: Activation) -> Tensor | None:
-        """Return the output of the fast path for ordinary calls; None if the fast path does not apply."""
+        """Return the output of the fast path, or None if the fast path does not support the call."""
         if self.statistics is not None or input.dim() not in self._input_dims:
             return None
         # Read the dictionaries directly: six calls of nn.Module.__getattr__, which is Python code, would be slow.
@@ -210,19 +211,19 @@ class BatchNorm(TorchBatchNorm):
         return train_(Call(input, weight, bias, self.eps, activation, residual, None, running, self.momentum))
 
     def _as_leaf(self, proxy: Any, extra: dict[str, Any]) -> Any:
-        """Return one torch.fx node for the layer; torch.fx itself treats only torch.nn's own modules as leaves."""
+        """Record the call as one torch.fx node; by default, torch.fx does so only for modules defined in torch.nn."""
         given = {k: v for k, v in extra.items() if v is not None}
         return proxy.tracer.create_proxy("call_module", proxy.tracer.path_of_module(self), (proxy,), given)
 
     def _check_ranks(self) -> None:
-        """Check once that all ranks have the same layer; otherwise the first all-reduce would hang or mix layers up."""
+        """Check once that all ranks call the same layer; otherwise an all-reduce could hang or mix different layers."""
         if isinstance(self.statistics, Sync) and not self._ranks_checked:
             if collectives.world_size(self.statistics.group) > 1:
                 collectives.check_same_features(_as_tuple(self.num_features), path_of(self), self.statistics.group)
             self._ranks_checked = True
 
     def _running(self) -> ops.Running | None:
-        """Return the running averages that this call updates; None if it updates none."""
+        """Return the running averages to update, or None in evaluation mode or if the layer has no running averages."""
         mean, var = self._averages()
         if not (self.training and self.track_running_stats) or mean is None or var is None:
             return None
@@ -234,7 +235,7 @@ class BatchNorm(TorchBatchNorm):
         return ops.Running(mean, var, *counts)
 
     def _count_without_averages(self) -> None:
-        """Count the batch if the running averages were set to None, as torch.nn does."""
+        """Count a training batch even if the running averages were set to None, as torch.nn does."""
         again = not torch.compiler.is_compiling() and is_recomputation()
         if self.training and self.track_running_stats and self.num_batches_tracked is not None and not again:
             self.num_batches_tracked.add_(1)
@@ -274,10 +275,10 @@ class BatchNorm(TorchBatchNorm):
             )
 
     def _falls_back_on_running(self, input: Tensor, mask: Tensor | None) -> bool:
-        """Return whether to normalize the batch by running statistics, because it has one value per feature.
+        """Return whether to normalize the whole batch by running statistics, because it has one value per feature.
 
         Raises:
-            ValueError: if the batch has one value per feature and ``on_single`` is "error".
+            ValueError: if the batch, or a group of ``Ghost``, has one value per feature and ``on_single`` is "error".
         """
         if isinstance(self.statistics, Sync):
             return False  # other ranks may have more values
@@ -290,7 +291,7 @@ class BatchNorm(TorchBatchNorm):
         if self.on_single == "running":
             # If the layer has running statistics, Ghost itself normalizes groups of one value by them.
             return groups == 1 or self._running() is None
-        masked = " with all but one value masked" if counts else ""
+        masked = " with only one unmasked value" if counts else ""
         larger = "batch"
         if groups > 1:
             larger, masked = "group", f"{masked} in a group of {self.statistics}"
@@ -302,9 +303,9 @@ class BatchNorm(TorchBatchNorm):
         )
 
     def reset_running_stats(self) -> None:
-        """Reset the running averages and both counters, unless the statistics are frozen.
+        """Reset the running averages and the counts of tracked and skipped batches, unless the statistics are frozen.
 
-        ``torch.optim.swa_utils.update_bn`` resets every layer, and would leave a frozen layer without statistics.
+        ``torch.optim.swa_utils.update_bn`` resets every layer, but a frozen layer would not get new statistics later.
         """
         if self.__dict__.get("_frozen", 0) & STATISTICS:
             return
@@ -314,7 +315,7 @@ class BatchNorm(TorchBatchNorm):
     def _reset_skipped(self) -> None:
         """Set the count of skipped batches to 0 on the device of the running averages.
 
-        State dicts do not contain this count, so it would stay on ``meta``, or uninitialized after ``to_empty()``.
+        Loading a state dict does not set this count, which may be on ``meta`` or, after ``to_empty()``, uninitialized.
         """
         mean, skipped = self._buffers.get("running_mean"), self._buffers.get("num_batches_skipped")
         if skipped is None:
@@ -325,7 +326,7 @@ class BatchNorm(TorchBatchNorm):
             skipped.zero_()
 
     def extra_repr(self) -> str:
-        """Return ``torch.nn``'s ``extra_repr``, followed by the options that are not at their defaults."""
+        """Return ``torch.nn``'s ``extra_repr``, followed by this library's options that are not at their defaults."""
         return ", ".join([super().extra_repr(), *self._extras()])  # type: ignore[no-untyped-call]
 
     def _extras(self, *, for_inference: bool = False) -> list[str]:
@@ -408,13 +409,13 @@ class BatchNorm1d(BatchNorm, nn.BatchNorm1d):
         track_running_stats: keep running averages for evaluation.
         device: the device of the parameters.
         dtype: the dtype of the parameters; running statistics are kept in at least float32.
-        bias: learn beta, if ``affine``.
-        activation: the nonlinearity g, as a name or a ``torch.nn`` module: relu, relu6, leaky_relu, sigmoid, tanh, silu
-            or hardswish.
+        bias: learn beta; ignored if ``affine`` is False.
+        activation: the nonlinearity g: a name (relu, relu6, leaky_relu, sigmoid, tanh, silu or hardswish) or the
+            ``torch.nn`` module for one of these nonlinearities.
         statistics: how to compute training statistics, if not over the batch: ``Sync()``, ``Ghost(size)`` or
             ``Renorm()``.
-        on_single: what to do with a training batch that has one value per feature: "error", or "running" to normalize
-            it by the running statistics.
+        on_single: what to do with a training batch that has one value per feature. "error" raises ValueError, and
+            "running" normalizes the batch by the running statistics.
 
     >>> layer = BatchNorm1d(2, activation="sigmoid")
     >>> layer(torch.tensor([[0.0, 1.0], [0.0, 3.0]])).shape

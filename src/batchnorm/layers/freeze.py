@@ -19,9 +19,9 @@ def freeze_(net: nn.Module, *, statistics: bool = True, affine: bool = True) -> 
         affine: stop training gamma and beta.
 
     Raises:
-        ValueError: if the network has ``torch.nn`` layers (convert them first) or no batch normalization; with
-            ``statistics``, if a layer has no running statistics; with ``affine``, if a gamma or beta is parametrized.
-            The network is then unchanged.
+        ValueError: if the network has ``torch.nn`` batch normalization (convert it first) or no batch normalization;
+            with ``statistics``, if a layer has no running statistics; with ``affine``, if a gamma or beta is
+            parametrized. After an error, the network is unchanged.
 
     >>> layer = BatchNorm(3); freeze_(layer); layer.train().frozen_statistics
     True
@@ -56,8 +56,8 @@ def unfreeze_(net: nn.Module, *, statistics: bool = True, affine: bool = True) -
         affine: train gamma and beta again.
 
     Raises:
-        ValueError: if the network has ``torch.nn`` layers, no batch normalization, or frozen gammas or betas that were
-            parametrized later. The network is then unchanged.
+        ValueError: if the network has ``torch.nn`` batch normalization or no batch normalization; with ``affine``, if
+            a gamma or beta was parametrized after it was frozen. After an error, the network is unchanged.
 
     >>> layer = BatchNorm(3); freeze_(layer); unfreeze_(layer); layer.weight.requires_grad
     True

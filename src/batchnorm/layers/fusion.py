@@ -42,7 +42,9 @@ class Fused(nn.Module):
 
 
 def takes_activation(layer: nn.Module) -> bool:
-    """Return whether a residual and an activation can be fused into a layer; it must have no hooks and no activation.
+    """Return whether a residual and an activation can be fused into a layer.
+
+    The layer must be one of this library's layers with its original forward, no hooks, and no activation yet.
 
     >>> from batchnorm import BatchNorm1d
     >>> takes_activation(BatchNorm1d(2)), takes_activation(BatchNorm1d(2, activation="relu"))
@@ -61,12 +63,12 @@ def takes_activation(layer: nn.Module) -> bool:
 def activations_after(
     net: nn.Module, graphs: list[Graph], layers: Iterable[nn.Module]
 ) -> tuple[dict[nn.Module, nn.Module], dict[nn.Module, str]]:
-    """Return the activation module that can be fused into each layer, and for the other layers the reason why not.
+    """Return the activation modules that can be fused, by layer, and the reasons why the other layers have none.
 
     In every traced forward pass, the activation must be the only consumer of each of the layer's outputs. A Sequential
-    must call the layer and then the activation, or the network must be a torch.fx graph. Nothing else in the network
-    may refer to the two modules. A user's own forward method does not qualify as the caller, because it may take
-    another path on other inputs.
+    must call the layer and then the activation (identities may come between them), or the network must be a
+    torch.fx.GraphModule. Nothing else in the network may refer to the layer or the activation. A user's own forward
+    method must not call the layer or the activation, because the method may take another path on other inputs.
 
     >>> from batchnorm.graph import trace
     >>> import torch
@@ -128,7 +130,7 @@ def _only_activation(layer: nn.Module, calls: list[TracedCall]) -> tuple[nn.Modu
 
 
 def _other_code(net: nn.Module, calls: list[TracedCall]) -> str:
-    """Describe code that calls the layer but may skip its activation; "" if the two always run one after the other."""
+    """Describe code that may call the layer without its activation, or return "" if there is none."""
     for call in calls:
         consumer = call.outputs[0].sole_consumer
         for caller in (call.caller, consumer.caller if consumer is not None else None):
@@ -142,7 +144,7 @@ def _other_code(net: nn.Module, calls: list[TracedCall]) -> str:
 
 
 def _other_use(net: nn.Module, layer: nn.Module, activation: nn.Module, held: dict[nn.Module, list[Holder]]) -> str:
-    """Describe a module that may use the layer without its activation; "" if only Sequentials or a graph use both."""
+    """Describe a module that may use the layer without its activation, or return "" if there is none."""
     for holder in held[layer]:
         if next_in_order(holder) is not activation and not _is_in_graph(net, holder):
             return f"{type(holder.module).__name__} also refers to it, and may use it without its activation"
@@ -156,7 +158,7 @@ def _other_input(
     takers: list[nn.Module],
     held: dict[nn.Module, list[Holder]],
 ) -> str:
-    """Describe a use of the activation on a tensor that is not an output of these layers; "" if there is none."""
+    """Describe a use of the activation on something other than the outputs of ``takers``, or return ""."""
     for call in (call for graph in graphs for call in graph.calls_of(activation)):
         producer = call.inputs[0].producer
         if producer is None or producer.module not in takers:
@@ -168,5 +170,5 @@ def _other_input(
 
 
 def _is_in_graph(net: nn.Module, holder: Holder) -> bool:
-    # torch.fx keeps the modules that its graph calls inside plain nn.Modules, which have no code.
+    # A GraphModule keeps the modules that its graph calls inside plain nn.Modules, which have no code.
     return runs_its_graph(net) and holder.key is not None and (holder.module is net or type(holder.module) is nn.Module)

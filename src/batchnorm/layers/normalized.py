@@ -45,7 +45,7 @@ class Normalized(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            # Do not look up private or special names in ``affine``: copying and pickling must not use its methods.
+            # Do not look up private names on `affine`: copying and pickling must use the methods of the container.
             if name.startswith("_") or name in ("affine", "norm"):
                 raise
             return getattr(self.affine, name)

@@ -13,10 +13,10 @@ NORMALIZATIONS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 def param_groups(net: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Return two parameter groups for an optimizer: one with weight decay and, for gamma and beta, one without.
 
-    Decay on W before a batch normalization only changes the effective step size, since BN((aW)u) = BN(Wu). Decay on
-    gamma and beta changes what the network computes. Gamma and beta are recognized by their layer (batch, instance,
-    layer, group or RMS normalization), not by their shape. Parameters with ``requires_grad=False`` are left out, and a
-    shared parameter appears once.
+    Decay on the weights W before a batch normalization only changes their effective step size, since BN((aW)u) = BN(Wu)
+    for any a > 0. Decay on gamma and beta changes what the network computes. Gamma and beta are recognized by their
+    layer (batch, instance, layer, group or RMS normalization), not by their shape. Parameters with
+    ``requires_grad=False`` are left out, and a shared parameter appears once.
 
     Args:
         net: any network.

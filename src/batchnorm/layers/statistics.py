@@ -1,4 +1,4 @@
-"""Values for ``statistics=``: ways to compute a layer's training statistics other than over the mini-batch."""
+"""Values for ``statistics=``: alternatives to normalizing a training batch by its own statistics."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Statistics(Protocol):
 class Sync:
     """Compute exact statistics over the samples of all ranks, even if ranks have different numbers of samples.
 
-    The ranks' counts, means and variances are merged with one all-reduce in the forward pass and one in the backward
-    pass. ``Sync`` works on CPU (gloo) and CUDA (nccl), also under DistributedDataParallel. In a single process, it
-    computes Algorithm 1.
+    The forward pass merges the ranks' counts, means and variances with one all-reduce. The backward pass sums the
+    gradients of these moments with another all-reduce. ``Sync`` works on CPU (gloo) and CUDA (nccl), also under
+    DistributedDataParallel. In a single process, ``Sync`` computes Algorithm 1.
 
     Args:
         group: the process group whose ranks share statistics; None means the default group.
@@ -69,12 +69,13 @@ class Sync:
 class Ghost:
     """Split a batch into groups of about ``size`` examples, and normalize each group by its own statistics.
 
-    This is ghost batch normalization (Hoffer et al., 2017). A batch is split into ceil(N / size) groups whose sizes
-    differ by at most one. If a group would have only one value per feature, there is one group fewer: ``Ghost(2)``
-    splits 5 examples of shape (C,) into groups of 3 and 2. If a mask leaves a group only one value per feature, the
-    layer's ``on_single`` applies to that group; masks on a GPU and in compiled code are not checked. The running
-    variance is updated with the paper's average over groups, sum(m_b var_b) / sum(m_b - 1). This average leaves out
-    groups of fewer than two values.
+    ``Ghost`` is ghost batch normalization (Hoffer et al., 2017). A batch of N examples is split into ceil(N / size)
+    groups whose sizes differ by at most one. If a group would have only one value per feature, there is one group
+    fewer: ``Ghost(2)`` splits 5 examples of shape (C,) into groups of 3 and 2. If a mask leaves a group only one value
+    per feature, the layer's ``on_single`` applies to that group. Masks on a GPU, in compiled code and under torch.func
+    transforms are not checked. The running variance is updated with sum(m_b var_b) / sum(m_b - 1), the unbiased
+    variance averaged over the groups, where group b has m_b values per feature and the biased variance var_b. The
+    average leaves out groups of fewer than two values per feature.
 
     Args:
         size: the number of examples in a group, at least 2.
@@ -110,7 +111,7 @@ class Ghost:
         return torch.cat(outputs), _average(moments)
 
     def groups(self, x: Tensor, feature_dims: int) -> int:
-        """Return the number of groups."""
+        """Return the number of groups that ``x`` is split into."""
         examples = x.shape[0]
         groups = max(1, -(-examples // self.size))
         smallest = examples // groups * prod(x.shape[1 + feature_dims :])
@@ -122,13 +123,14 @@ class Renorm:
     """Correct the batch's statistics towards the running statistics, within bounds (Ioffe, 2017).
 
     x_hat = (x - mu_B) / sigma_B * r + d, where r = sigma_B / sigma is clipped to [1/r_max, r_max], and
-    d = (mu_B - mu) / sigma is clipped to [-d_max, d_max]. mu and sigma are the running mean and standard deviation. No
-    gradient flows through r and d. ``Renorm(1, 0)`` is Algorithm 1. The 2017 paper starts training with these bounds
-    and then widens them. To change the bounds, assign a new ``Renorm`` to ``layer.statistics``.
+    d = (mu_B - mu) / sigma is clipped to [-d_max, d_max]. Here, mu_B and sigma_B are the mean and standard deviation of
+    the batch, and mu and sigma are the running mean and standard deviation. No gradient flows through r and d.
+    ``Renorm(1, 0)`` is Algorithm 1. Ioffe starts training with r_max=1 and d_max=0, and widens these bounds later. To
+    change the bounds, assign a new ``Renorm`` to ``layer.statistics``.
 
     Args:
         r_max: bound on the correction of the scale, at least 1.
-        d_max: bound on the correction of the mean, in standard deviations, at least 0.
+        d_max: bound on the correction of the mean, in units of sigma, at least 0.
 
     >>> import batchnorm as bn
     >>> bn.BatchNorm1d(4, statistics=bn.Renorm())(torch.randn(8, 4)).shape
@@ -172,7 +174,7 @@ class Renorm:
 
 
 def count_unmasked(mask: Tensor, groups: int = 1) -> list[int]:
-    """Return how many positions of each group are unmasked; an empty list if reading the mask is slow or impossible."""
+    """Return the number of unmasked positions in each group, or [] if reading the mask would be slow or impossible."""
     if mask.device.type != "cpu" or torch.compiler.is_compiling() or is_transformed():
         return []
     return [int(part.sum()) for part in mask.tensor_split(groups)]
@@ -188,6 +190,6 @@ def _average(parts: list[Moments]) -> Moments:
     count = torch.where(count > 1, count, 0)  # a group of one value has no unbiased variance
     total = count.sum()
     weight = (count / total.clamp(min=1)).reshape(-1, *[1] * (mean.dim() - 1))
-    # With m the average group size, var * m/(m-1) = sum(m_b var_b) / sum(m_b - 1).
+    # With m the average of the group sizes m_b, var * m/(m-1) = sum(m_b var_b) / sum(m_b - 1).
     m = total / count.count_nonzero().clamp(min=1)
     return Moments(m, (weight * mean).sum(0), (weight * var).sum(0))

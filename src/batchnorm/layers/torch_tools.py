@@ -1,4 +1,4 @@
-"""Detect torch tools that read a layer's tensors but silently drop its activation, freezing and other state."""
+"""Detect torch tools that read a layer's tensors but silently drop its activation and other options."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Tool(NamedTuple):
-    """A tool of torch, and what to use instead."""
+    """Describe a torch tool, and what to use instead of it."""
 
     name: str
     instead: str
@@ -15,7 +15,7 @@ class Tool(NamedTuple):
 
 
 _FOLD = "use batchnorm.fold(net, example)"
-# Each tool reads a layer's running mean. The key is the module and name of the function that reads it.
+# Each tool reads a layer's running mean. The key is the module and the name of the function that reads the mean.
 TOOLS = {
     ("torch.nn.modules.batchnorm", "convert_sync_batchnorm"): Tool(
         "torch.nn.SyncBatchNorm.convert_sync_batchnorm", "use layers with statistics=batchnorm.Sync() instead", False
@@ -27,5 +27,5 @@ TOOLS = {
 
 
 def tool_at(frame: FrameType) -> Tool | None:
-    """Return the tool whose code a frame runs; None if the frame runs other code."""
+    """Return the tool whose code a frame runs, or None if the frame runs other code."""
     return TOOLS.get((frame.f_globals.get("__name__", ""), frame.f_code.co_name))

@@ -37,7 +37,7 @@ class LayerCost(NamedTuple):
 
 
 class Description(NamedTuple):
-    """A network's layers in the order they run, and their total cost, for one image. ``print`` shows them as a table.
+    """A network's layers in the order they run, their costs for one image, and the totals. ``print`` shows a table.
 
     Beyond the paper: counting parameters and multiply-adds.
     """
@@ -60,8 +60,8 @@ class Description(NamedTuple):
 def describe(net: nn.Module, size: int = 224, channels: int = 3) -> Description:
     """Return each layer's parameters and multiply-adds, counted in a forward pass on the meta device.
 
-    Only pooling, local response normalization and layers that have parameters are listed. Only the multiply-adds of
-    convolutions and linear layers are counted, as is usual in the literature.
+    Only pooling, local response normalization and layers that have parameters are listed. Multiply-adds are counted
+    only for ``nn.Conv2d`` and ``nn.Linear`` layers, as is usual in the literature.
 
     Args:
         net: a network that takes images.
@@ -95,7 +95,7 @@ def _note(found: list[LayerCost], name: str, module: nn.Module, args: tuple[Tens
 
 
 def _depth(net: nn.Module) -> int:
-    """Count weight layers on the longest path: children run in sequence, except the branches of an Inception module."""
+    """Count weight layers on the longest path, assuming that only the branches of Inception modules run in parallel."""
     if isinstance(net, nn.Conv2d | nn.Linear):
         return 1
     depths = [_depth(child) for child in net.children()]
@@ -103,21 +103,22 @@ def _depth(net: nn.Module) -> int:
 
 
 class Claim(NamedTuple):
-    """A statement of the paper, and the number computed here."""
+    """A statement in the paper, and the corresponding number computed here."""
 
     statement: str
     computed: str
 
 
 def claims(description: Description) -> tuple[Claim, ...]:
-    """Return the paper's statements about the size of its network, each with the number from ``description``.
+    """Return the paper's statements about the size of its network, each with the number computed from ``description``.
 
-    Section 4.2 states 13.6 million parameters; the appendix table gives fewer with every ``stem`` and ``projection``.
+    Section 4.2 states 13.6 million parameters. The network of the appendix table has fewer, for every ``stem`` and
+    ``projection`` of :func:`~batchnorm.models.inception`.
 
     >>> from .bn_inception.network import inception
     >>> for claim in claims(describe(inception(stem="plain"))): print(claim.computed)
     11.19 million
-    12: 9 in nine modules, 3 in the tenth
+    12: 1 in each of nine modules, 3 in the tenth
     60% more
     28% more
 
@@ -125,7 +126,7 @@ def claims(description: Description) -> tuple[Claim, ...]:
     """
     depth, parameters, work = googlenet()
     more = description.depth - depth
-    where = "9 in nine modules, 3 in the tenth" + (", 1 in the separable stem" if more > 12 else "")
+    where = "1 in each of nine modules, 3 in the tenth" + (", 1 in the separable stem" if more > 12 else "")
     return (
         Claim("13.6 million parameters (Sec. 4.2)", f"{description.parameters / 1e6:.2f} million"),
         Claim("9 more weight layers than GoogLeNet", f"{more}: {where}"),
@@ -140,7 +141,7 @@ def googlenet() -> tuple[int, int, int]:
     >>> googlenet()
     (22, 6998552, 1582671872)
     """
-    # Input channels, output channels, kernel size, and the height of the output.
+    # For each convolution: input channels, output channels, kernel size and output height.
     convs = [(3, 64, 7, 112), (64, 64, 1, 56), (64, 192, 3, 56)]
     channels = 192
     for one, reduce3, three, reduce5, five, projection, size in GOOGLENET:

@@ -22,11 +22,11 @@ def perceptron(
 ) -> nn.Sequential:
     """Build the multi-layer perceptron of Section 4.1, whose hidden layers compute z = g(BN(Wu)) or z = g(Wu + b).
 
-    The submodules are named linear1, bn1, sigmoid1, linear2, ..., output; without batch normalization, there is no bn1,
-    bn2, and so on.
+    The submodules are named linear1, bn1, sigmoid1, linear2, ..., output. Without batch normalization, the bn layers
+    are absent.
 
     Args:
-        batch_norm: normalize before each sigmoid. With the same seed, the weights W are the same with and without it.
+        batch_norm: normalize before each sigmoid. This option does not change the weights W that a seed gives.
         inputs: the length of an input vector; 28x28 in the paper.
         widths: the number of activations of each hidden layer.
         classes: the number of outputs.
@@ -41,7 +41,7 @@ def perceptron(
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     for k, width in enumerate(widths, 1):
-        # The bias b would be cancelled by the mean subtraction; beta takes its place (Sec. 3.2).
+        # With batch normalization, the mean subtraction would cancel the bias b; beta replaces b (Sec. 3.2).
         layers[f"linear{k}"] = nn.Linear(inputs, width, bias=not batch_norm)
         if batch_norm:
             layers[f"bn{k}"] = BatchNorm1d(width)

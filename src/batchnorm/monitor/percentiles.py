@@ -19,24 +19,25 @@ from .taps import Taps, nonlinearities, probing
 class Monitor:
     """Record percentiles of a network's nonlinearity inputs while it trains, without altering the training.
 
-    As a context manager, the monitor counts the forward passes in training mode with gradients enabled, from 0. It
-    records each pass whose number is a multiple of ``every``. If your loop does not call ``net`` itself, call
-    :meth:`record` instead.
+    As a context manager, the monitor counts the forward passes in training mode with gradients enabled, from 0. The
+    monitor records each of these passes whose number is a multiple of ``every``. If your training loop does not call
+    ``net`` directly, call :meth:`record` instead.
 
     Args:
         net: any network. Nonlinearities are found if they are modules or fused into this library's batch normalization.
         layers: names of the layers to watch: nonlinearities (their input is recorded) or batch normalizations (their
             output before a fused nonlinearity is recorded). None watches every nonlinearity or, if none is found, every
             normalization.
-        percentiles: the percentiles to record, in ascending order.
+        percentiles: the percentiles to record, at least two, in ascending order.
         every: steps between records. Each time there are ``points`` records, every second record is dropped and
             ``every`` doubles, so memory is bounded for a run of any length.
         points: the largest number of records in memory.
-        probe: a batch to run for each record, instead of recording the training batch. The probe runs as in
-            training, normalized by its own statistics, but without dropout. It changes no buffers or random numbers.
+        probe: a batch to run for each record, instead of recording the training batch. The probe runs as in training,
+            normalized by its own statistics, but without dropout. The probe changes no buffers or random numbers.
         unit_dim: the dimension of the layers' units, or a mapping from layer names to dimensions. Layers that are not
             in the mapping use dimension 1.
-        sinks: objects that also write the records, e.g. :class:`batchnorm.monitor.JSONLines`. They are closed on exit.
+        sinks: objects that also write the records, e.g. :class:`batchnorm.monitor.JSONLines`. The monitor closes them
+            on exit.
 
     Raises:
         ValueError: if a layer is not in the network, if ``layers`` is None and no layer is found, or if ``every``,
@@ -134,8 +135,7 @@ class Monitor:
                 self._seen = {}
                 # Attach the hooks for this pass only: hooks that check a counter would slow down all other steps.
                 self._taps.enter_context(self._reading(self._seen))
-                # Remove this hook only before the next pass, because torch iterates over the hooks while this hook
-                # runs.
+                # Remove `_after` only before the next pass, because torch iterates over the hooks while `_after` runs.
                 self._end.callback(net.register_forward_hook(self._after, always_call=True).remove)
         self.step += 1
 

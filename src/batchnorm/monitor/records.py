@@ -1,4 +1,4 @@
-"""What a monitor records at one step."""
+"""The data that a monitor records at one step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Percentiles(NamedTuple):
     """The percentiles of one nonlinearity's input, as two tensors of shape (percentiles, units).
 
     ``z`` has the percentiles of the nonlinearity's input, and ``x`` has the percentiles of x = Wu, the input of the
-    batch normalization before it. If there is no normalization, ``x`` is ``z``.
+    batch normalization before the nonlinearity. If there is no normalization, ``x`` is ``z``.
 
     Paper: Fig. 1 b, c
     """
@@ -50,7 +50,8 @@ def percentiles_of(
 ) -> Tensor:
     """Return linearly interpolated percentiles of each unit over all other dimensions, of shape (percentiles, units).
 
-    The result covers at most ``units`` evenly spaced units, and uses at most ``samples`` evenly spaced values of each.
+    The result covers at most ``units`` evenly spaced units, and uses at most ``samples`` evenly spaced values of each
+    unit. If ``values`` is empty, the result is NaN.
 
     >>> percentiles_of(torch.tensor([[0.0], [1.0], [2.0]]), (0, 50, 75))
     tensor([[0.0000],

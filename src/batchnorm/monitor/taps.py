@@ -25,9 +25,9 @@ NONLINEARITIES = (
 
 
 def nonlinearities(net: nn.Module) -> list[str]:
-    """Return the layers at which a nonlinearity's input can be read: nonlinearities, and BN fused with a nonlinearity.
+    """Return the names of the nonlinearities, and of the batch normalizations that are fused with a nonlinearity.
 
-    If a network has no such layers, for example because its nonlinearities are functions, return its normalizations.
+    If no nonlinearity is a module or fused into a batch normalization, return the names of all normalizations.
     """
     named = [(name, m) for name, m in net.named_modules() if name]
     found = [name for name, m in named if isinstance(m, NONLINEARITIES) or _fuses(m)]

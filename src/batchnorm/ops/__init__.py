@@ -1,4 +1,4 @@
-"""Algorithm 1 of the paper as functions of tensors; a name that ends in an underscore updates running averages."""
+"""Algorithm 1 of the paper as tensor functions; functions with a trailing underscore update running averages."""
 
 from .activation import Activation, as_activation
 from .dispatch import Choice, batch_norm, batch_norm_, explain, normalize, normalize_batch_

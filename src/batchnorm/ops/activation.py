@@ -1,4 +1,4 @@
-"""The nonlinearities g in z = g(BN(Wu)) that a batch normalization can apply in the same call."""
+"""The nonlinearities g that a batch normalization can apply to its output in the same call, as in g(BN(Wu))."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def as_activation(spec: str | Activation | nn.Module | None) -> Activation:
     >>> as_activation("relu").name, as_activation(nn.LeakyReLU(0.2)).slope, as_activation(None).name
     ('relu', 0.2, 'identity')
 
-    Beyond the paper: a convenience of the layers.
+    Beyond the paper: a convenience for callers.
     """
     if spec is None:
         return IDENTITY
@@ -131,7 +131,7 @@ def as_activation(spec: str | Activation | nn.Module | None) -> Activation:
 
 
 def from_module(module: nn.Module) -> Activation | None:
-    """Return the activation that a ``torch.nn`` module computes, or None if it cannot be fused."""
+    """Return the activation that a ``torch.nn`` module computes, or None if the module cannot be fused."""
     # Compare exact types, because a subclass may compute something else.
     if isinstance(module, nn.Hardtanh) and type(module) in (nn.Hardtanh, nn.ReLU6):  # users can change ReLU6's limits
         return Activation("relu6") if (module.min_val, module.max_val) == (0, 6) else None

@@ -38,7 +38,7 @@ class Path(Protocol):
         """Return why the path does not support a call, or None if the path supports it."""
 
     def describe(self, call: Call, /) -> str | None:
-        """Return how the path computes a call; None if the dispatcher's reason says enough."""
+        """Return how the path computes a call, or None if the dispatcher's reason says enough."""
 
     def run(self, call: Call, /) -> tuple[Tensor, Moments]:
         """Return the output and the batch's statistics; update the running averages if the call has any."""
@@ -60,7 +60,8 @@ class Features:
             )
         self.shape, self.dims = x.shape, feature_dims
         self.features = x.shape[1 : 1 + feature_dims]
-        # If every element (c, h, w) has its own statistics, a channels_last input can be flattened without a copy.
+        # If every element (c, h, w) has its own statistics, a channels_last input is flattened in memory order, without
+        # a copy.
         self.nhwc = 1 < feature_dims == x.dim() - 1 and not x.is_contiguous() and x.movedim(1, -1).is_contiguous()
 
     def call(

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 
 class Unavailable(RuntimeError):
-    """Raised if a source cannot be compiled or loaded on this machine; the message says why."""
+    """Raised if a library cannot be compiled or loaded; the message says why."""
 
 
 class Source(NamedTuple):
@@ -38,7 +38,7 @@ class Source(NamedTuple):
     flags: tuple[str, ...]
     libraries: tuple[str, ...]  # linker flags, which come after the source file
     depends: str  # anything else that the compiled code depends on
-    load: Callable[[Path], Any]  # raises OSError, ImportError or AttributeError if the library is damaged
+    load: Callable[[Path], Any]  # raises OSError, ImportError or AttributeError on failure
 
 
 def built(source: Source) -> tuple[Any, str | None]:
@@ -114,8 +114,9 @@ def kept(name: str, depends: object, make: Callable[[], bytes]) -> bytes:
 
 
 def remember_failure(source: Source, error: Unavailable) -> None:
-    """Record that the source does not compile or load, so that later processes do not try again; see :func:`cached`."""
-    if isinstance(error.__cause__, subprocess.CalledProcessError | ImportError):  # other errors may not recur
+    """Record that a source does not compile or load, so that later calls of :func:`cached` raise the same error."""
+    # Do not record other errors, because they may not recur.
+    if isinstance(error.__cause__, subprocess.CalledProcessError | ImportError):
         with suppress(OSError):
             failure = _folder(create=True) / f"{source.path.stem}-{_key(source, _command(source))}.failed"
             failure.write_text(str(error))
@@ -161,7 +162,7 @@ def _alone(lock: Path) -> Iterator[None]:
 
 
 def _check_private(path: Path) -> None:
-    """Raise for links and for anything that other users own or can write to."""
+    """Raise PermissionError if ``path`` is a link, or if another user owns it or can write to it."""
     found = path.lstat()
     if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or stat.S_ISLNK(found.st_mode):
         raise PermissionError(f"{path} is a link, belongs to another user, or is writable by others")
@@ -177,7 +178,7 @@ def _named(name: str, key: str, contents: bytes, suffix: str = "so") -> str:
 
 
 def _cached(source: Source, folder: Path, command: list[str]) -> Any:
-    """Load the cached library if there is one; remove damaged or unsafe files, so that the source is compiled again."""
+    """Load and return the cached library, or return None if there is none; delete damaged or unsafe files."""
     key = _key(source, command)
     for path in sorted(folder.glob(f"{source.path.stem}-{key}-*.so")):
         try:
@@ -192,7 +193,7 @@ def _cached(source: Source, folder: Path, command: list[str]) -> Any:
 
 
 def _compile(source: Source, folder: Path, command: list[str]) -> Any:
-    """Compile the source, and store the library in the folder if it loads."""
+    """Compile the source, load and return the library, and store it in the folder."""
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         out = Path(temporary) / "library.so"
         _run([*command, *source.flags, "-o", str(out), str(source.path), *source.libraries])

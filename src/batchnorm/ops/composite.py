@@ -77,9 +77,9 @@ def backward(call: Call, dy: Tensor, passes: Tensor | None = None) -> tuple[Tens
 
 
 def moments_backward(x: Tensor, dmean: Tensor | None, dvar: Tensor | None, mean: Tensor | None = None) -> Tensor | None:
-    """Return dl/dx = dl/dmu * 1/m + dl/dvar * 2 (x - mu)/m; None if both gradients are None.
+    """Return dl/dx = dl/dmu * 1/m + dl/dvar * 2 (x - mu)/m, or None if both gradients are None.
 
-    The mean is computed unless it is given.
+    If ``mean`` is None, it is computed from ``x``.
 
     Paper: Sec. 3, gradients
     """
@@ -95,7 +95,7 @@ def moments_backward(x: Tensor, dmean: Tensor | None, dvar: Tensor | None, mean:
 
 
 def scale_and_shift(call: Call, centred: Tensor, var: Tensor) -> Tensor:
-    """Return gamma * x_hat + beta from centred values, in their dtype."""
+    """Return gamma * x_hat + beta, computed from the centered values in their dtype."""
     scale = torch.rsqrt(var + call.eps)
     if call.gamma is not None:
         scale = scale * per_channel(call.gamma.to(centred.dtype), centred)
@@ -116,5 +116,5 @@ def finish(call: Call, z: Tensor) -> Tensor:
 
 
 def per_channel(v: Tensor, x: Tensor) -> Tensor:
-    """Shape a (C,) vector so that it broadcasts over (N, C, ...)."""
+    """Reshape a (C,) vector so that it broadcasts over (N, C, ...)."""
     return v.reshape(1, -1, *[1] * (x.dim() - 2))

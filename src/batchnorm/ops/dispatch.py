@@ -138,7 +138,9 @@ def normalize_batch_(
 ) -> Tensor:
     """Normalize like :func:`batch_norm_` but return only the output, as ``torch.nn.functional.batch_norm`` does.
 
-    This is faster than :func:`batch_norm_` for small batches. All unlisted arguments are those of :func:`batch_norm`.
+    This function is faster than :func:`batch_norm_` for small batches.
+
+    All unlisted arguments are those of :func:`batch_norm`.
 
     Args:
         running: the averages, updated in place.
@@ -159,7 +161,7 @@ def normalize_batch_(
 
 
 def train_(call: Call) -> Tensor | None:
-    """Run a training call on its device's fast path.
+    """Run a training call on its device's fast path, and return the output.
 
     Returns None, without updating anything, if the fast path does not apply. The caller need not check the arguments
     first.
@@ -242,8 +244,8 @@ def choose(call: Call) -> Choice:
     if not FAST:
         return Choice("composite", "BATCHNORM_FAST=0 disables every fast path")
     if torch.compiler.is_compiling():
-        # The compiler fuses plain operations. On CUDA, no tensor size was found at which the compiled code is faster
-        # than the fused kernels (docs/compile.md).
+        # The compiler fuses plain operations. On CUDA, no tensor size was found at which the compiled code is clearly
+        # faster than the fused kernels (docs/compile.md).
         if x.device.type != "cuda":
             return Choice("composite", "torch.compile fuses plain operations itself")
     elif is_transformed():

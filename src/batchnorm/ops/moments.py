@@ -1,4 +1,4 @@
-"""The moments (count, mean, var) of mini-batches: compute them, merge them, average them over many batches."""
+"""Compute the moments (count, mean and variance) of mini-batches, merge them, and average them over many batches."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Moments(NamedTuple):
     """Hold the moments of each feature over a mini-batch.
 
     Attributes:
-        count: m, the number of values; for feature maps, examples times locations.
+        count: m, the number of values per feature: examples times locations, without masked positions.
         mean: mu_B.
         var: sigma_B^2, the biased variance.
 
@@ -42,15 +42,17 @@ def statistics_dtype(x: Tensor) -> torch.dtype:
 def batch_moments(
     x: Tensor, dims: list[int], mask: Tensor | None = None, mean_dtype: torch.dtype | None = None
 ) -> tuple[Moments, Tensor]:
-    """Return the moments of ``x`` over ``dims`` (kept as size 1) and the centred values x - mu_B, in at least float32.
+    """Return the moments of ``x`` over ``dims`` (kept as size 1) and the centered values x - mu_B, in at least float32.
 
-    The mean is computed in two parts, mu = hi + lo, where lo is the mean of x - hi. For values near their mean, x - hi
-    is exact, so no precision is lost even if the mean is a million standard deviations from zero.
+    The mean is computed in two parts, mu = hi + lo: hi is the rounded mean of x, and lo is the mean of x - hi. For
+    values near their mean, x - hi is exact, so the centered values and the variance are precise even if the mean is a
+    million standard deviations from zero.
 
     Args:
         x: the mini-batch.
         dims: the dimensions to average over.
-        mask: same shape as ``x`` but with 1 feature. Positions where it is False are ignored; their centred value is 0.
+        mask: bool, of the shape of ``x`` but with size 1 in each feature dimension. Positions where it is False are
+            ignored; their centered value is 0.
         mean_dtype: the dtype of the mean, if it should differ from that of the variance.
 
     Paper: Alg. 1, l. 1-2
@@ -83,8 +85,9 @@ def batch_moments(
 def merge(parts: Moments) -> Moments:
     """Merge moments, stacked along their first dimension, into the moments of all samples together.
 
-    The results are m = sum(m_b), mean = sum(m_b mean_b) / m and var = sum(m_b (var_b + (mean_b - mean)^2)) / m. Empty
-    parts (count 0) are ignored, even if their mean or variance is NaN.
+    With sums over the parts b, the results are m = sum(m_b), mean = sum(m_b mean_b) / m and
+    var = sum(m_b (var_b + (mean_b - mean)^2)) / m. Empty parts (count 0) are ignored, even if their mean or variance is
+    NaN.
 
     Args:
         parts: the moments of the parts, stacked.
@@ -132,7 +135,7 @@ class AveragedMoments:
 class MomentAccumulator:
     """Average the moments of mini-batches.
 
-    Batches are merged in chunks, so :meth:`add` is cheap.
+    Batches are merged in chunks, so most calls of :meth:`add` only append to a list.
 
     Args:
         unbiased: whether the added variances are the unbiased m/(m-1) sigma_B^2, as in the layers' running averages.

@@ -1,7 +1,8 @@
 """Save memory in training: recompute outputs in the backward pass instead of keeping them.
 
 While :func:`recompute` is active, autograd calls a hook for each tensor that it saves. If the tensor is an output of a
-batch normalization or a concatenation that can be recomputed, the hook saves a recipe (:class:`Recomputed`) instead.
+batch normalization or a concatenation that can be recomputed, the hook saves a recipe (:class:`Recomputed`) instead
+of the tensor.
 """
 
 from __future__ import annotations
@@ -27,21 +28,22 @@ _CONCATENATE = (torch.cat, torch.concat, torch.concatenate)
 def recompute() -> Iterator[None]:
     """Recompute batch normalization outputs in the backward pass instead of keeping them.
 
-    Use this context manager around a forward pass. For conv-BN-ReLU-conv, autograd then keeps only BN's input x,
-    instead of x and the second convolution's input. The backward pass recomputes that input from x. The result is the
-    same bit for bit, so gradients do not change. Running averages are not updated again. Concatenations are recomputed
-    from their parts.
+    Use this context manager around a forward pass. For conv-BN-ReLU-conv with the ReLU fused into BN, autograd then
+    keeps only BN's input x, instead of x and the second convolution's input. The backward pass recomputes the second
+    convolution's input from x. The recomputed tensor is the same bit for bit, so gradients do not change. Running
+    averages are not updated again. A concatenation is recomputed from its parts if keeping the parts takes no more
+    memory.
 
     Some tensors are kept as usual:
 
     - outputs of layers that are frozen, in evaluation mode or called with a ``mask``
     - outputs of layers that use ``Renorm``, or ``Sync`` over several ranks
     - outputs that are changed in place
-    - results of casting or pooling an output
+    - results of other operations on an output, such as a cast, pooling or an activation that is not fused
     - everything under ``torch.compile``, which decides itself what to recompute
 
-    If contexts with saved-tensor hooks are nested (``save_on_cpu``, ``torch.utils.checkpoint``), the innermost context
-    applies.
+    If contexts with saved-tensor hooks are nested (``save_on_cpu``, ``torch.utils.checkpoint``), only the innermost
+    context applies.
 
     Raises:
         RuntimeError: in the backward pass, if a tensor that it needs was changed in place after the forward pass.
@@ -70,16 +72,16 @@ def recompute() -> Iterator[None]:
 
 
 def remember(y: Tensor, again: Callable[..., Tensor], *sources: Tensor | None) -> None:
-    """Register that ``again(*sources)`` recomputes the freshly computed ``y``: the same bits with the same strides."""
+    """Inside :func:`recompute`, register that ``again(*sources)`` recomputes ``y`` with the same bits and strides."""
     if torch.compiler.is_compiling() or _local.registry is None or not y.requires_grad:
         return
-    with torch._C.DisableTorchFunction():  # _Concatenations must not see these operations
+    with torch._C.DisableTorchFunction():  # _Concatenations must not intercept these operations
         _local.registry.remember(y, again, sources)
 
 
 def is_active() -> bool:
     """Return whether this thread is inside :func:`recompute`."""
-    # Layers call this on every pass; the global count makes it cheap if no context is open.
+    # Layers call this function on every pass; the global count makes the call cheap if no context is open.
     return _active > 0 and _local.registry is not None
 
 
@@ -115,10 +117,10 @@ class Recomputed:
         """Keep the value for later readers."""
         if self.value is None:
             torch.autograd.Variable._execution_engine.queue_callback(self.forget)
-        self.value = value, _stream(value)  # for another stream, the value may not be ready
+        self.value = value, _stream(value)  # on another stream, the value may not be ready
 
     def forget(self) -> None:
-        """Free the value and reset for the next backward pass."""
+        """Free the value, and reset the number of readers left for the next backward pass."""
         self.value, self.left = None, self.readers
 
 
@@ -133,7 +135,7 @@ class Kept:
         self.place: tuple[Any, ...] = ()
 
     def follow(self, recipe: Recomputed) -> None:
-        """Replace the tensor by the recipe for its memory, unless the memory was written to or the dtypes differ."""
+        """Replace the tensor with the recipe for its memory, unless the memory was written to or the dtypes differ."""
         t = self.tensor
         if t is None or (self.version, t.dtype) != (recipe.version, recipe.dtype):
             return
@@ -229,7 +231,7 @@ def _count(step: int) -> None:
 
 
 def _address(t: Tensor) -> int:
-    # Sparse tensors have no storage, and no batch normalization returns a sparse tensor.
+    # Sparse tensors have no storage. No recipe has the address -1, because only strided tensors get a recipe.
     return t.untyped_storage()._cdata if t.layout is torch.strided else -1
 
 

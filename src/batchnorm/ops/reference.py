@@ -1,6 +1,6 @@
 """Algorithm 1 and the gradients of Section 3 as the paper writes them; tests check every path against them.
 
-Tensors have shape (m,) for one activation, or (m, K) for K activations side by side. Every sum runs over the m
+The input has shape (m,) for one activation, or (m, K) for K activations side by side. Every sum runs over the m
 examples. Nothing here is fast: read it next to the paper, and run it in float64.
 """
 
@@ -56,7 +56,7 @@ def batch_norm(x: Tensor, gamma: Tensor, beta: Tensor, eps: float) -> Algorithm1
 
 
 def batch_norm_backward(dl_dy: Tensor, x: Tensor, gamma: Tensor, eps: float) -> Gradients:
-    """Backpropagate the loss through Algorithm 1 by the chain rule, before simplification.
+    """Backpropagate through Algorithm 1 by the chain rule, without simplifying the formulas.
 
     >>> x = torch.tensor([1.0, 3.0], dtype=torch.float64)
     >>> batch_norm_backward(torch.tensor([1.0, 0.0]), x, torch.tensor(2.0), eps=0.0).gamma

@@ -1,4 +1,4 @@
-"""Update running averages in place, by rules that every path follows.
+"""Update running averages in place, by the rules that every path follows.
 
 The rules:
 
@@ -94,7 +94,8 @@ def _update(
         return
     usable = mean.isfinite().all() & var.isfinite().all() & (count > 1)
     num_batches.add_(usable)
-    # A batch with fewer than two values per feature has no unbiased variance. It is ignored but not counted as skipped.
+    # A batch with fewer than two values per feature has no unbiased variance. Such a batch is ignored but not
+    # counted as skipped.
     num_skipped.add_(~usable & (count > 1))
     factor = momentum if momentum is not None else 1 / num_batches.to(mean.dtype)
     unbiased = Moments(count, mean, var).unbiased_var
@@ -131,7 +132,8 @@ def _update_cpu(
 
 
 def _update_meta(*args: Tensor | float | None) -> None:
-    """Do nothing if all tensors are on meta; raise if only some are, since the dispatcher calls this in both cases."""
+    """Do nothing if all tensors are on the meta device; raise RuntimeError if only some of them are."""
+    # The dispatcher calls this function if at least one tensor is on the meta device.
     if not all(arg.is_meta for arg in args if isinstance(arg, Tensor)):
         raise RuntimeError(
             "some of a layer's running averages and counters are on 'meta', so the averages cannot be updated; load a"

@@ -29,7 +29,10 @@ def is_forward_mode() -> bool:
 
 
 def is_observed(x: Tensor) -> bool:
-    """Return whether a tensor subclass, mode or tracer intercepts operations on ``x``; our kernels would bypass it."""
+    """Return whether a tensor subclass, a dispatch mode or a tracer intercepts torch operations on ``x``.
+
+    This library's own kernels would bypass the interception.
+    """
     return (
         type(x) not in (Tensor, nn.Parameter)
         or torch._C._len_torch_dispatch_stack() > 0
@@ -38,7 +41,7 @@ def is_observed(x: Tensor) -> bool:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Return whether ``x`` is an ordinary CPU tensor and no compiler, transform, mode or tracer is active."""
+    """Return whether ``x`` is an ordinary CPU tensor and no compiler, transform, dispatch mode or tracer is active."""
     # This is one expression with module-level aliases for speed, because layers run it on every call.
     return (
         not torch.compiler.is_compiling()
@@ -54,7 +57,7 @@ def is_plain(x: Tensor) -> bool:
 def is_unseen(*tensors: Tensor | None) -> bool:
     """Return whether only autograd needs to see an operation on these tensors.
 
-    This holds if no compiler, transform, tracer, mode or tensor subclass is involved.
+    That is the case if no compiler, transform, tracer, mode or tensor subclass is involved.
     """
     return (
         not torch.compiler.is_compiling()

@@ -85,7 +85,10 @@ def _thousands(axis: Any) -> None:
 
 
 def steps_to(runs: Sequence[Run]) -> list[list[str]]:
-    """Tabulate the first step at which each run reached the accuracies in TARGETS; the first row is the header.
+    """Tabulate the first step at which each run reached given accuracies; the first row is the header.
+
+    The table has the highest accuracies of TARGETS that any run reached, at most SHOWN of them. It is empty if no run
+    reached one.
 
     Paper: Fig. 1 a, "train faster"
     """
@@ -101,7 +104,9 @@ def steps_to(runs: Sequence[Run]) -> list[list[str]]:
 
 
 def paper_versus_here(runs: Sequence[Run]) -> list[list[str]]:
-    """Tabulate what Section 4.1 says and what these runs show; no rows unless there are runs with and without BN.
+    """Tabulate what Section 4.1 says and what these runs show; the first row is the header.
+
+    The table is empty if no run with, or no run without, batch normalization has accuracies.
 
     Paper: Sec. 4.1; Fig. 1
     """

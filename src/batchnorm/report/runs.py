@@ -45,7 +45,7 @@ class Run:
 
     @property
     def accuracy(self) -> Curve:
-        """The first accuracy curve that was not measured on training data."""
+        """The first accuracy curve that was not measured on training data; empty if there is none."""
         return next((c for name, c in self.curves.items() if _place(name) == 0), [])
 
     @property
@@ -60,7 +60,7 @@ class Run:
         return [layer for layer in first if all(layer in p for p in others)]
 
     def typical(self, layer: str) -> int:
-        """Return the index of the layer's unit with the median drift; 0 if there are fewer than two records."""
+        """Return the index of the layer's unit with the median drift, or 0 if there are fewer than two records."""
         return typical_unit(self.percentiles, layer) if len(self.percentiles) > 1 else 0
 
     def steps_to(self, accuracy: float) -> int | None:
@@ -109,7 +109,8 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
             )
         folders += [p for p in found if p not in folders]
     runs = [_read(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
-    # Put the baseline first, as in the paper's figures, unless the caller has chosen an order by giving several paths.
+    # Put the run without batch normalization first, as in the paper's figures. If there are several paths, keep their
+    # order.
     return sorted(runs, key=lambda run: run.config.get("batch_norm") is not False) if len(paths) == 1 else runs
 
 
@@ -203,7 +204,7 @@ def _result(folder: Path) -> dict[str, Any]:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the objects of a file of JSON lines, each after the file and line number for error messages."""
+    """Yield each object of a JSON Lines file, preceded by the file name and line number for error messages."""
     if not path.exists():
         return
     lines = path.read_bytes().split(b"\n")

@@ -66,7 +66,7 @@ def alternatives(results: Path) -> str:
         ],
         [
             "fvcore's `update_bn_stats`",
-            f"turn Dropout off, or [compute a variance if the mean is large]({tests}/test_fvcore.py)",
+            f"turn Dropout off, or [compute an accurate variance if the mean is large]({tests}/test_fvcore.py)",
             "`bn.estimate_(net, batches)`, also over several ranks",
         ],
     ]  # fmt: skip
@@ -79,7 +79,7 @@ def _over_compile(kernels: Result) -> float:
 
 
 def networks(results: Path) -> str:
-    """Return the speedups of real networks as Markdown; an empty string if they are not measured yet."""
+    """Return the speedups of real networks as Markdown, or an empty string if they are not measured yet."""
     result = read(results, NETWORKS)
     if result is None:
         return ""
@@ -124,7 +124,7 @@ def _speedup(row: Result | None) -> str:
 
 
 def _footnotes(result: Result, measured: list[str]) -> str:
-    """Say which goals are missed, which modes are not measured, what italics mean, and whether batches were halved."""
+    """Return sentences about goals, modes that are not measured yet, italics and reduced batches."""
     judged = [bar for bar in result["bars"] if bar["reached"] is not None]
     missed = [
         f"{bar['what']} {bar['measured']:.2f} (goal: at {'least' if bar['at_least'] else 'most'} {bar['wanted']:g})"
@@ -146,7 +146,7 @@ def _footnotes(result: Result, measured: list[str]) -> str:
 
 
 def _other_uses(rows: list[Result], names: list[str]) -> list[str]:
-    """Return a line for each network and batch size that was timed in modes that the table does not show."""
+    """Return a line with other modes' speedups for each network and batch size, and a line about those modes."""
     found: dict[tuple[str, int], list[str]] = {}
     for row in rows:
         if row["mode"] not in MODES:
@@ -182,8 +182,8 @@ def _kernels(r: Result) -> str:
     means = sorted((row["compile"]["geometric_mean"], f"{row['op']}, {row['layout']}") for row in rows)
     lowest, highest = (f"{mean:.2f} ({case})" for mean, case in (means[0], means[-1]))
     return (
-        f"over compile {lowest} to {highest}, worst shape {least('compile', 'worst'):.2f}; over eager at least"
-        f" {least('eager', 'geometric_mean'):.2f}"
+        f"{lowest} to {highest} over torch.compile (worst {least('compile', 'worst'):.2f}); at least"
+        f" {least('eager', 'geometric_mean'):.2f} over eager"
     )
 
 
@@ -200,8 +200,8 @@ def _cpu_networks(r: Result) -> str:
     speedups = [row["speedup"] for row in rows]
     mean = statistics.geometric_mean(speedups)
     limits = [1 / row["without_bn"] for row in rows if "without_bn" in row]
-    limit = f"; without any BN {statistics.geometric_mean(limits):.2f} times as fast" if limits else ""
-    return f"{mean:.2f} times as fast (worst {min(speedups):.2f}), {len(speedups)} networks{limit}"
+    limit = f"; without BN, they would be {statistics.geometric_mean(limits):.2f} times as fast" if limits else ""
+    return f"{len(speedups)} networks are {mean:.2f} times as fast (worst {min(speedups):.2f}){limit}"
 
 
 def _memory(r: Result) -> str:
@@ -225,12 +225,12 @@ def _learning(r: Result) -> str:
 
 
 def _input(r: Result) -> str:
-    return f"{r['ours']:,.0f} images/s, {r['ratio']:.2f} times a plain Pillow loader"
+    return f"{r['ours']:,.0f} images/s, {r['ratio']:.2f} times as many as a plain Pillow loader"
 
 
 def _crops(r: Result) -> str:
     share = r["share of forward"]
-    return f"{share['crops']:.2f} of the bare forward pass's rate, {share['files']:.2f} from JPEG files"
+    return f"{share['crops']:.2f} of the forward pass's rate from decoded images, {share['files']:.2f} from JPEG files"
 
 
 def _bench_fig1(r: Result) -> str:
@@ -246,8 +246,8 @@ def _monitor(r: Result) -> str:
 def _algorithm2(r: Result) -> str:
     rows = r["rows"]
     return (
-        f"`estimate_` takes {rows['estimate_, layers of batchnorm']['estimate_ / training']:.2f}x a forward pass,"
-        f" a folded network {rows['fold']['fold / torch.fx']:.2f}x torch.fx's"
+        f"`estimate_` takes {rows['estimate_, layers of batchnorm']['estimate_ / training']:.2f}x the time of a forward"
+        f" pass; a folded network takes {rows['fold']['fold / torch.fx']:.2f}x the time of torch.fx's"
     )
 
 

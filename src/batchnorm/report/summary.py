@@ -1,6 +1,6 @@
 """Write the tables of results in README and docs from the files under results/.
 
-python -m batchnorm.report.summary          rewrites README.md and docs/ between their markers
+``python -m batchnorm.report.summary`` rewrites the text between the markers in README.md and docs/.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _fig2(r: Result) -> str:
     if at_best := r.get("at its best rate"):
         fewer = [n["times fewer steps"] for n in at_best.values() if n["times fewer steps"]]
         most, top = max(fewer, default=0.0), max(n["maximum"] for n in at_best.values())
-        told.append(f"best rate of each: {most:.1f} times fewer, {top:.1%}")
+        told.append(f"each at its best rate: {most:.1f} times fewer steps, {top:.1%}")
     if missing := len(r["not yet run"]):
         told.append(f"{missing} runs not yet run")
     return "; ".join(told)
@@ -54,12 +54,12 @@ def _fig4(r: Result) -> str:
     errors = {(row["model"], row["crops"]): row["top5"] for row in r["rows"]}
     single, ensemble = errors["single crop, mean over networks", "1"], errors["ensemble", "144"]
     many = f"{len(r['members'])} networks and 144 crops"
-    return f"{ensemble:.1%} with {many}, {single:.1%} with one of each ({r['data']['classes']} classes)"
+    return f"{ensemble:.1%} with {many}, {single:.1%} with one network and one crop ({r['data']['classes']} classes)"
 
 
 def _section2(r: Result) -> str:
     b = r["b alone"]["ignored"]
-    return f"norm of b grows to {b['norm of b'][-1]:.3g}; loss {b['loss'][0]:.4f} to {b['loss'][-1]:.4f}"
+    return f"b's norm grows to {b['norm of b'][-1]:.3g}; the loss goes from {b['loss'][0]:.4f} to {b['loss'][-1]:.4f}"
 
 
 def _init(r: Result) -> str:
@@ -80,13 +80,17 @@ def _jacobian(r: Result) -> str:
         ]
         return f"{min(shares):.0%} to {max(shares):.0%}"
 
-    told = [f"{near(name, 'J')} {name} (random {near(name, 'random')})" for name in ("with BN", "without BN")]
-    return f"between 1/2 and 2: {', '.join(told)}"
+    names = ("with BN", "without BN")
+    told = ", ".join(f"{near(name, 'J')} {name}" for name in names)
+    return f"between 1/2 and 2: {told} (random matrices: {', '.join(near(name, 'random') for name in names)})"
 
 
 def _scale(r: Result) -> str:
     far = r["largest"]
-    return f"within {far['output']:.0%} of the bound that eps sets; Jacobians within {max(far['du'], far['dW']):.1%}"
+    return (
+        f"outputs differ by at most {far['output']:.0%} of the bound that eps sets, gradients by at most"
+        f" {max(far['du'], far['dW']):.1%}"
+    )
 
 
 def _saturation(r: Result) -> str:
@@ -220,7 +224,7 @@ def _verdicts(steps: list[Result]) -> str:
 
 
 def _best_ensemble(chosen: list[Result]) -> list[str]:
-    """Return a sentence that compares the best ensemble with the best network; no sentence if there is no ensemble.
+    """Return sentences that compare the best ensemble with the best network, or an empty list if there is no ensemble.
 
     >>> step = {"error": "top-1", "before": 0.5, "after": 0.4, "networks": ["a", "b"], "verdict": "confirmed"}
     >>> print(*_best_ensemble([step]))
@@ -252,7 +256,9 @@ def pages(root: Path) -> dict[Path, str]:
     }
     for name in ("fig2", "fig4"):
         written = results / name / f"{name}.md"
-        contents[f"docs/{name}.md"] = [_beneath(written.read_text()) if written.exists() else NOT_RUN]
+        # Leave out the long table at the end, which says where each run ran.
+        tables = written.read_text().partition("\n## The runs\n")[0] if written.exists() else NOT_RUN
+        contents[f"docs/{name}.md"] = [_beneath(tables)]
     tuned = read(results, "fine-tuning.json")
     contents["docs/fine-tuning.md"] = [_fine_tuning(tuned) if tuned else NOT_RUN]
     return {root / page: _between_markers((root / page).read_text(), texts) for page, texts in contents.items()}

@@ -11,7 +11,7 @@ Result = dict[str, Any]
 
 
 class Row(NamedTuple):
-    """A row: what is measured, the command, what the paper says, the result file, and a function that describes it."""
+    """A row: what is measured, the command, what the paper says, the result file, and a function to summarize it."""
 
     what: str
     command: str
@@ -21,13 +21,13 @@ class Row(NamedTuple):
 
 
 def read(results: Path, file: str) -> Result | None:
-    """Return a result file's content, or None if it was not written yet."""
+    """Return a result file's content, or None if the file does not exist."""
     path = results / file
     return json.loads(path.read_text()) if path.exists() else None
 
 
 def cells(row: Row, results: Path) -> list[str]:
-    """Return two cells: the row's measurement with a link to its result file, and the machine."""
+    """Return two cells: the measurement with a link to its result file, or "not yet run"; and the machine."""
     result = read(results, row.file)
     if result is None:
         return ["not yet run", ""]

@@ -51,7 +51,7 @@ def compare(
     jobs: int = 1,
     minutes: float | None = None,
 ) -> None:
-    """Train your network without and with batch normalization at several rates, and compare them at their best rates.
+    """Train your network without and with batch normalization at several rates, and compare both at their best rates.
 
     If your network has batch normalization, it is compared with a copy from which batch normalization is
     removed. If it has none, it is compared with a copy into which batch normalization is inserted.
@@ -188,7 +188,7 @@ class SeedRuns:
 
     @cached_property
     def accuracies(self) -> list[float]:
-        """The final validation accuracy of each seed's folded network; 0 if the run diverged."""
+        """The final validation accuracy of each seed's folded network, or 0 for a run that diverged."""
         return [read_json(job.folder / "result.json")["top1"] or 0.0 for job in self.jobs]
 
     @property

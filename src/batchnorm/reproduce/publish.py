@@ -1,4 +1,4 @@
-"""What the commands that test a claim share: options, and results as a JSON file and a picture."""
+"""Shared by the commands that test a claim: their options, and the code that writes a JSON file and a picture."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Experiment:
         return type(self).__name__.lower()
 
     def run(self, work: Callable[[Given], Found], jobs: Sequence[Given]) -> list[Found]:
-        """Return ``[work(job) for job in jobs]``, computed in several processes.
+        """Return ``[work(job) for job in jobs]``, computed with :func:`map_on_cores`.
 
         Raises:
             OSError: if the result file cannot be written; raised before any work is done.
@@ -92,12 +92,12 @@ def mean(values: Sequence[float]) -> float:
 
 
 def spread(values: Sequence[float]) -> float | None:
-    """Return the sample standard deviation over seeds; None if there is only one seed."""
+    """Return the sample standard deviation over seeds, or None if there is only one seed."""
     return round(statistics.stdev(values), 5) if len(values) > 1 else None
 
 
 def colour(network: bool | str) -> str:
-    """Return a network's colour in pictures, by its label or by whether it has batch normalization."""
+    """Return a network's color in pictures; ``network`` is its label, or whether it has batch normalization."""
     return BLUE if network in (True, label(True)) else ORANGE
 
 

@@ -52,31 +52,32 @@ def convert(
 
     ``BatchNorm1d/2d/3d``, ``SyncBatchNorm`` and timm's ``BatchNormAct2d`` are replaced. Parameters, statistics, hooks,
     shared modules, modes, devices and dtypes stay the same, except that half-precision running statistics become
-    float32. Other batch normalizations (subclasses, layers with a patched forward or a parametrization) are not
-    converted, and the report says why. The report also lists calls of ``F.batch_norm``.
+    float32. Other batch normalizations (such as subclasses, and layers with a patched forward or a parametrization) are
+    not converted, and the report says why. The report also lists calls of ``F.batch_norm``.
 
     If a layer's output goes to an activation, or is added to a tensor of the same shape, the activation and the sum are
-    fused into the call of the layer. They may be modules, functions, methods or operators, in place or not. A module
-    whose forward contains such a pattern is traced with ``torch.fx`` in each mode, and becomes an instance of a
-    generated subclass of its class. In each call, the new forward checks that everything that the trace depended on is
-    unchanged: arguments other than tensors, the results of checks such as ``x.dim() == 3``, attributes, and hooks. If
-    anything has changed, the original forward runs.
+    fused into the call of the layer if possible. Activations and sums may be modules, functions, methods or operators,
+    in place or not. A module whose forward contains such a pattern is traced with ``torch.fx`` in each mode, and
+    becomes an instance of a generated subclass of its class. In each call, the new forward checks whether the trace is
+    still valid: the arguments that are not tensors, the results of checks such as ``x.dim() == 3``, attributes, and
+    hooks must be unchanged. If any of these has changed, the original forward runs.
 
-    The result is compared with the original on ``example``: outputs, running statistics and gradients (if possible, on
-    the first three rows only). ``net`` is not changed. :func:`revert` undoes the conversion.
+    The result is compared with the original on ``example``: outputs (with and without autocast), running statistics,
+    and gradients (if possible, on the first three rows only). ``net`` is not changed. :func:`revert` undoes the
+    conversion.
 
     A trace does not notice changes to Python globals or classes, side effects such as ``print``, calls of ``type(x)``,
     or random numbers from a generator of the user's own. Use ``rewrite=False`` for networks whose forwards depend on
-    any of these.
+    something that a trace does not notice.
 
     Args:
         net: any network.
         example: a batch; the network is traced on it in evaluation mode and, if possible, in training mode.
         forward: calls the network on a batch, ``forward(net, batch)``; needed if the network takes several positional
             inputs.
-        rewrite: False only replaces modules. An activation module is then fused if a ``Sequential`` calls it after the
-            layer and nothing else refers to the layer or the activation. The network's code must then not call the
-            children of such a ``Sequential`` one by one.
+        rewrite: False only replaces modules. An activation module is then fused if a ``Sequential``, or the graph of a
+            ``torch.fx.GraphModule``, calls it after the layer and nothing else refers to the layer or the activation.
+            With ``rewrite=False``, the network's code must not call the children of a ``Sequential`` one by one.
         statistics: how every layer computes its training statistics: ``Sync()``, ``Ghost(size)`` or ``Renorm()``; None
             keeps each layer's own setting.
 
@@ -104,7 +105,7 @@ def convert(
         layers, refused = _convertible(net, graphs[0])
         fused, unfused = activations_after(net, graphs, [m for m in layers if _has_room(m, graphs)])
         if rewrite:
-            # The user's code may call or replace single children of a Sequential. Then a rewritten forward stays
+            # If the user's code calls or replaces single children of a Sequential, a rewritten forward stays
             # correct, but a fused activation module would be wrong.
             fused = {}
         makers: dict[nn.Module, Any] = {

@@ -49,7 +49,7 @@ def fused_in(net: nn.Module, result: nn.Module, done: dict[str, Rewritten], trai
 
 
 def _own(layer: nn.Module) -> Activation | None:
-    """Return the activation that a layer applies in the same call, if any."""
+    """Return the activation that a layer itself applies, or None if it applies none."""
     if isinstance(layer, NormAct):
         found = from_module(layer.act) if is_plain_identity(layer.drop) else None
     else:
@@ -124,7 +124,7 @@ def _has_activation(fusion: Fusion | None) -> bool:
 
 
 def describe(taken: list[Fusion | None]) -> str:
-    """Return a phrase such as " with a residual and ReLU" for what a layer is fused with in evaluation and training."""
+    """Return a phrase such as " with a residual and ReLU" for what a layer is fused with, or "" if it is not fused."""
     fusion = next((f for f in taken if f is not None), None)
     if fusion is None:
         return ""

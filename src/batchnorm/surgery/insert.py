@@ -1,4 +1,4 @@
-"""Insert batch normalization into a network, as Algorithm 2 turns N into N_tr."""
+"""Insert batch normalization into a network, as lines 1 to 5 of Algorithm 2 do."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ def insert(
 
     z = g(Wu + b) becomes z = g(BN(Wu)). A small container, :class:`~batchnorm.layers.normalized.Normalized`, replaces
     the Linear, convolution or transposed convolution, and contains it and the batch normalization. The state-dict entry
-    ``conv.weight`` becomes ``conv.affine.weight``, and the new entries are ``conv.norm.*``. This also works if the
+    ``conv.weight`` becomes ``conv.affine.weight``, and the new entries are ``conv.norm.*``. Insertion also works if the
     nonlinearity is a function, or if there are sums, concatenations or pools between the affine layer and the
-    nonlinearity. The bias is dropped, because subtracting the mean would cancel it. Layers that feed no nonlinearity,
-    such as the last layer, are not changed. ``net`` is not changed.
+    nonlinearity. The bias is dropped, because subtracting the mean would cancel it; a parametrized bias stays. Layers
+    that feed no nonlinearity, such as the last layer, are not changed. ``net`` is not changed.
 
     Args:
         net: any network.
         example: a batch; a copy of the network runs on it in evaluation mode and, if possible, in training mode.
         where: the layers to normalize instead of the default layers: a list of names, or a function of a name and a
-            module that returns True for these layers. They must be affine layers or, with ``placement="after"``,
+            module that returns True for these layers. The chosen layers must be affine or, with ``placement="after"``,
             activation modules.
         init: "unit" sets gamma = 1 and beta = 0. "identity" computes E[x] and Var[x] from ``batches`` and sets gamma =
             sqrt(Var[x] + eps) and beta = E[x], so that the outputs in evaluation mode do not change.
@@ -67,9 +67,10 @@ def insert(
         if not, why.
 
     Raises:
-        ValueError: if ``init`` or ``placement`` is unknown, if ``where`` names a layer that cannot be normalized, if
-            ``batches`` is missing or does not reach a layer, or if the network with "identity" computes different
-            results.
+        TypeError: if the network is compiled or data-parallel.
+        ValueError: if ``init`` or ``placement`` is unknown, if ``where`` contains a name that is not a candidate, or if
+            the network cannot be copied; with "identity", also if ``batches`` is missing, if no batch reaches a chosen
+            layer, or if the new network computes different results.
 
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.Sigmoid(), nn.Linear(8, 2))
     >>> normalized = insert(net, torch.randn(2, 4))
@@ -135,7 +136,7 @@ def _select(candidates: Iterable[Candidate], where: Where | None) -> tuple[list[
         unknown = ", ".join(sorted(names - known))
         choices = ", ".join(sorted(known)) or "none"
         raise ValueError(
-            f"where= names {unknown}, which cannot be normalized; choose from the layers that can: {choices}"
+            f"where= names {unknown}, but batch normalization cannot be inserted there; choose from: {choices}"
         )
     return places, list(dict.fromkeys(sites))
 

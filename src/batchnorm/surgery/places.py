@@ -19,7 +19,7 @@ FUNCTIONAL = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_
 # children.
 BYPASSING = (nn.TransformerEncoderLayer,)
 SCALING = frozenset({"mul", "div", "truediv", "multiply", "divide"})
-# Calls after which the features may be in another dimension. Shuffles leave them in dimension 1.
+# Calls after which the features may be in another dimension. Shuffles leave the features in dimension 1.
 REARRANGING = frozenset({"mean", "stack", "chunk", "split", "unbind", "narrow", "select", "getitem"}) | MOVING
 REARRANGING -= {"pixelshuffle", "pixelunshuffle", "channelshuffle"}
 
@@ -34,7 +34,7 @@ class Place:
     path: str
     module: nn.Module
     affine: nn.Module
-    """The affine layer; if the module is an activation, an affine layer that feeds it."""
+    """The module itself if it is an affine layer; otherwise, an affine layer that feeds the module."""
     shape: tuple[int, ...]
     features_last: bool
     calls: int = 1
@@ -43,7 +43,7 @@ class Place:
 
     @property
     def problem(self) -> str:
-        """The reason why the output cannot be normalized; empty if it can."""
+        """The reason why the output cannot be normalized, or "" if it can be normalized."""
         dims = len(self.shape)
         fits = dims >= 2 if self.features_last else 2 <= dims <= 5
         if isinstance(self.module, Convolution | Transposed):
@@ -52,7 +52,10 @@ class Place:
         return "" if fits else f"its output of shape {self.shape} has {problem}"
 
     def features(self, per_activation: bool) -> tuple[int, ...]:
-        """Return the shape of the statistics: (C,), or for example (C, H, W) per activation."""
+        """Return the shape of the statistics: (C,) or, with ``per_activation``, a shape such as (C, H, W).
+
+        If the features are in the last dimension, ``per_activation`` has no effect.
+        """
         if self.features_last:
             return (self.shape[-1],)
         return self.shape[1:] if per_activation else self.shape[1:2]
@@ -63,7 +66,7 @@ class Candidate(NamedTuple):
 
     place: Place | None  # None if the output can never be chosen
     site: Site  # the entry in the report if the output is not chosen
-    default: bool = False  # whether the output is chosen if ``where`` is None
+    default: bool = False  # whether the output is chosen if `where` is None
 
 
 class Reach(NamedTuple):
@@ -112,7 +115,10 @@ def _hands_on(call: TracedCall) -> bool:
 
 
 def affine_places(net: nn.Module, graphs: list[Graph]) -> Iterator[Candidate]:
-    """Yield each affine layer, in the order of calls; layers that feed a nonlinearity are chosen by default."""
+    """Yield each affine layer, in the order of calls; layers that feed a nonlinearity are chosen by default.
+
+    Also yield candidates without a place, for the functions and layers that ``insert`` always skips.
+    """
     names = {module: name for name, module in net.named_modules()}
     graph = graphs[-1]  # prefer the trace in training mode, because auxiliary heads may run only in training
     bypassing = [m for m in names if isinstance(m, BYPASSING)]
@@ -198,7 +204,7 @@ def _nonlinearities_fed_by(affine: TracedCall) -> Iterator[tuple[TracedCall, int
 
 
 def _dims_after(call: TracedCall, value: Value, dim: int | None) -> list[int | None]:
-    """Return the dimension of the features in each output of a call, given their input dimension; None if unknown."""
+    """Return, for each output of a call, the dimension that holds the features, or None if it is unknown."""
     unknown: list[int | None] = [None] * len(call.outputs)
     if dim is None:
         return unknown

@@ -25,14 +25,14 @@ from .verify_conversion import compare_outputs
 def revert(net: nn.Module, example: Any = None, *, forward: network_call.Forward | None = None) -> nn.Module:
     """Return the network with plain ``torch.nn`` layers instead of this library's layers.
 
-    This undoes ``convert``: modules get their original classes and forwards back, and fused activation modules are
-    restored. A layer that was created with an activation becomes an ``nn.Sequential`` of ``norm`` and ``activation``.
-    ``net`` is not changed.
+    ``revert`` undoes ``convert``: modules get their original classes and forwards back, and fused activation modules
+    are restored. A layer that was created with an activation becomes an ``nn.Sequential`` of ``norm`` and
+    ``activation``. ``net`` is not changed.
 
     Args:
         net: any network.
-        example: a batch to compare outputs on and to find calls with a residual or a mask; without ``example``, such
-            calls fail when the returned network runs.
+        example: a batch to compare outputs on and to find calls with a residual or a mask. Without ``example``,
+            calls with a residual or a mask are not found, and raise an error when the returned network runs.
         forward: calls the network on a batch, ``forward(net, batch)``; needed if the network takes several positional
             inputs.
 

@@ -19,7 +19,7 @@ Gradients = dict[str, Tensor]
 
 ROWS = 3
 """The number of rows on which gradients are compared. Two may be too few: with two values per channel, as in 1x1 maps
-of two images, the normalized values are always 1 and -1, and almost no gradient flows back through them."""
+of two images, the normalized values are always close to 1 and -1, and almost no gradient flows back through them."""
 
 
 def compare_outputs(old: nn.Module, new: nn.Module, example: Any, forward: Forward | None, modes: int) -> float:
@@ -36,6 +36,9 @@ def verify_conversion(
     """Compare outputs, gradients and outputs under autocast, in each mode, and return the outputs' relative error.
 
     Before each of the ``1 + 2 * modes`` comparisons, ``step`` is called with a description of the comparison.
+
+    Raises:
+        ValueError: if the networks differ by more than rounding explains.
     """
     with despite_global_hooks():
         step("comparing outputs")
@@ -52,8 +55,8 @@ def verify_conversion(
 def _compare_gradients(old: nn.Module, new: nn.Module, example: Any, forward: Forward | None, training: bool) -> None:
     """Compare the gradients of all parameters in float64; the loss is a randomly weighted sum of the outputs.
 
-    To save time, the example is cut to its first rows. The whole example is used if the original fails on these, or if
-    some rewritten code does not run on them.
+    To save time, the example is cut to its first rows. The whole example is used if the original fails on these
+    rows, or if some rewritten code does not run on them.
     """
     few = _first_rows(example)
     if unused(new, few, forward, training):
@@ -74,7 +77,7 @@ def _compare_gradients(old: nn.Module, new: nn.Module, example: Any, forward: Fo
     if error <= EXACT:
         return
     # A network may amplify rounding errors. To measure by how much, change the weights by TINY, which is more than
-    # rounding in float64 changes them.
+    # rounding to float64 would change them.
     noise = _worst(_gradients(old, example, forward, training, change=TINY), was)[1]
     if error > AMPLIFICATION * noise:
         raise ValueError(f"the gradient of '{name}' differs by {error:.2e} (relative)")
@@ -103,7 +106,7 @@ def _gradients(net: nn.Module, example: Any, forward: Forward | None, training: 
 
 
 def _worst(new: Gradients, old: Gradients) -> tuple[str, float]:
-    """Return the parameter whose gradient has the largest relative error, and the error.
+    """Return the name of the parameter whose gradient has the largest relative error, and that error.
 
     For a gradient near 0, the error is relative to EXACT times the largest gradient instead.
     """

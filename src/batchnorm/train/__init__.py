@@ -1,4 +1,4 @@
-"""Training: recipes, the loop, checkpoints, saved runs."""
+"""Training: recipes, the training loop, checkpoints and saved runs."""
 
 from ..jobs import Stopped
 from .loop import train

@@ -54,7 +54,7 @@ class Ranks:
         return bool(raised)
 
     def wait(self) -> None:
-        """Wait for all ranks."""
+        """Wait until all ranks have called this method."""
         if self.world_size > 1:
             distributed.barrier(self.control)
 
@@ -62,7 +62,8 @@ class Ranks:
         """Replace each running average by its mean over the ranks.
 
         By default, DistributedDataParallel copies rank 0's averages to all ranks instead. One all-reduce averages all
-        layers together. ``nn.SyncBatchNorm`` layers, and layers with ``Sync()`` or frozen statistics, are skipped.
+        layers together. The method skips ``nn.SyncBatchNorm`` layers, layers with ``statistics=Sync()``, and layers
+        with frozen statistics.
         """
         if self.world_size == 1:
             return
@@ -111,8 +112,8 @@ def ranks(device: str = "auto") -> Iterator[Ranks]:
         device: "cpu", "cuda", or "auto" (a GPU if there is one, else the CPU). On GPUs, each rank takes its own GPU.
 
     Raises:
-        ValueError: if the device is unknown, if it is "cuda" and there is no GPU, or if this machine has fewer GPUs
-            than ranks.
+        ValueError: if the device is unknown, if it is "cuda" and there is no GPU, or if this machine has no GPU for
+            this process's local rank.
 
     >>> with ranks("cpu") as alone: print(alone.rank, alone.world_size)
     0 1
@@ -131,7 +132,7 @@ def ranks(device: str = "auto") -> Iterator[Ranks]:
         yield Ranks(device=place)
         return
     store, rank, _ = next(rendezvous("env://", timeout=TIMEOUT))
-    # Workers that torchrun restarts must not read the addresses of dead workers from its store.
+    # Workers that torchrun restarts must not read the addresses of dead workers from torchrun's store.
     store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     backend = "nccl" if cuda else "gloo"
     distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)

@@ -33,11 +33,11 @@ def evaluate(
 
     Args:
         runs: folders written by batchnorm train; the class probabilities of several runs are also averaged.
-        data: folder with val/CLASS/*.jpg or with val-*.tar.
-        crops: crops per image: 1 (centre), 10, or 144 (4 scales x 3 squares x 6 crops x 2 mirrors).
-        split: the split of the data to score.
+        data: folder with val/CLASS/*.jpg or with val-*.tar; runs with --validate also accept their training data.
+        crops: crops per image: 1 (centre), 10, or 144 (4 scales x 3 squares x 6 crops, and their mirror images).
+        split: the split to evaluate on; a missing val is replaced by the images that --validate held out.
         device: cpu, cuda, or auto (a GPU if there is one).
-        batch_size: crops per forward pass.
+        batch_size: crops per forward pass, approximately.
         workers: processes per rank that decode images.
         out: JSON file for the result.
         trust: allow calling the functions named in the runs' recipe.json; networks of your own need this.

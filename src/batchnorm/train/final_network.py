@@ -18,10 +18,10 @@ from ..population import estimate_
 def population_network(
     net: nn.Module, batches: ImageBatches, augment: Augment, *, epoch: int, seed: int, count: int, bf16: bool = False
 ) -> nn.Module:
-    """Return a copy of the network with population statistics in place of its running averages.
+    """Return a copy of the network, in evaluation mode, with population statistics instead of running averages.
 
-    A network without batch normalization, or whose statistics are all frozen, is only copied. Every rank must call
-    this function.
+    A network without running averages, or with only frozen ones, is copied unchanged. Every rank must call this
+    function.
 
     Args:
         net: the trained network.
@@ -46,7 +46,7 @@ def folded_network(net: nn.Module, size: int) -> nn.Module:
     """Return the network with its batch normalization folded into its weights, on the same device.
 
     The network is folded and checked on the CPU, because a GPU's reduced precision could hide a mistake. A network
-    without batch normalization is returned as it is.
+    without running statistics is returned as it is.
 
     Args:
         net: a network with population statistics.

@@ -43,13 +43,13 @@ def fold(
 
     Args:
         network: the folder of a finished run; or a function that builds the network, written MODULE:FUNCTION or
-            FILE.py:FUNCTION. The module may be in the current folder. The function takes no arguments and returns the
-            network, or the network and an example batch.
+            FILE.py:FUNCTION. The module may be in the current folder. The function is called without arguments and
+            returns the network, or the network and an example batch.
         output: the file to write, NAME.onnx or NAME.pt2.
         weights: a file with a state dict to load, .safetensors or .pt (read with weights_only); not for a run, which
             has its own weights.
-        input: the shape of an example batch, such as 1 3 224 224; not needed for a run, or if the function returns a
-            batch.
+        input: the shape of an example batch, such as 1 3 224 224; not for a run, and not needed if the function
+            returns a batch.
         fixed_batch: write a network for the example's batch size only.
         trust: allow calling the function named in the run's recipe.json; a network of your own needs this.
     """

@@ -31,7 +31,7 @@ from .step import TrainStep, make_optimizer
 # With several ranks, the number of steps between checks whether any rank was asked to stop. Each check is an
 # all-reduce.
 AGREE_EVERY = 10
-# The time left is estimated from the time between these two steps, counted from the start of this process.
+# To estimate the time left, the process reads the clock after each of these two numbers of steps.
 TIMED = (10, 100)
 
 
@@ -43,7 +43,7 @@ def train(recipe: Recipe, options: Options) -> Result:
 
     Args:
         recipe: what to train and how.
-        options: data, device, and how often to report.
+        options: data, folder, device and how often to report.
 
     Returns:
         A summary, which is also in ``result.json``. The metrics are in ``metrics.jsonl``. Unless training diverged, the
@@ -52,8 +52,8 @@ def train(recipe: Recipe, options: Options) -> Result:
     Raises:
         FileNotFoundError: if the data is not found.
         Stopped: after SIGTERM or Ctrl-C, once the state is saved.
-        ValueError: if the data, the folder or its checkpoints do not fit the recipe, or if another process trains in
-            the same folder.
+        ValueError: if the device is not available, if the data, the folder or its checkpoints do not fit the recipe, or
+            if another process trains in the same folder.
 
     Paper: Sec. 4.2.2; Alg. 2 at the end
     """
@@ -125,7 +125,7 @@ class _Training:
 
     @property
     def total_steps(self) -> int:
-        """The number of steps of the whole run: ``planned_steps``, or ``max_steps`` if that is less."""
+        """The number of steps of the whole run: ``planned_steps``, but at most the option ``max_steps``."""
         planned = self.planned_steps
         return planned if self.options.max_steps is None else min(planned, self.options.max_steps)
 
@@ -147,7 +147,7 @@ class _Training:
         )
 
     def finish(self) -> Result:
-        """Train to the end, then estimate the population statistics and fold the network."""
+        """Train to the end and return the result; unless training diverged, also save and score the final network."""
         try:
             diverged = self._train()
             return self._conclude(diverged)
@@ -216,7 +216,7 @@ class _Training:
         return math.isfinite(loss)
 
     def _monitor_if_due(self) -> None:
-        """Record the percentiles of nonlinearities' inputs for the first validation batch; training is not affected."""
+        """If due, record percentiles of the nonlinearities' inputs on a validation batch; training is not affected."""
         if self.options.monitor_every == 0 or self.step % self.options.monitor_every:
             return
         if self.monitor is None:

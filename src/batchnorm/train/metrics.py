@@ -75,7 +75,7 @@ class Metrics:
 
 
 class Logger:
-    """Write a run's records to its folder and print them; on a terminal, print only validations and a progress bar.
+    """Write a run's records to its folder and print them; on a terminal, show a bar and print only validations.
 
     Only rank 0 has a logger.
 
@@ -100,7 +100,7 @@ class Logger:
         self.display.add("training", total)
 
     def advance(self, step: int) -> None:
-        """Move the progress bar."""
+        """Move the progress bar to this step."""
         self.display.update("training", step, self._text)
 
     def log(self, record: dict[str, Any]) -> None:
@@ -141,6 +141,8 @@ def read(path: Path) -> list[dict[str, Any]]:
 def curve(records: Iterable[dict[str, Any]]) -> list[tuple[int, float]]:
     """Return a run's curve, as in Figure 2: the points (step, top-1 validation accuracy), in order.
 
+    The accuracy of the final, folded network is left out.
+
     >>> curve([{"step": 5, "loss": 1.0}, {"step": 10, "val_top1": 0.5}])
     [(10, 0.5)]
 
@@ -150,7 +152,7 @@ def curve(records: Iterable[dict[str, Any]]) -> list[tuple[int, float]]:
 
 
 def steps_to(points: Sequence[tuple[int, float]], accuracy: float) -> int | None:
-    """Return the first step whose validation accuracy is at least ``accuracy``; None if there is no such step.
+    """Return the first step whose validation accuracy is at least ``accuracy``, or None if no step reaches it.
 
     >>> steps_to([(100, 0.3), (200, 0.5), (300, 0.45)], 0.4), steps_to([(100, 0.3)], 0.4)
     (200, None)
@@ -191,7 +193,8 @@ class Result:
 def write_run_result(folder: Path, result: Result, targets: Sequence[float]) -> None:
     """Complete a result from the run's ``metrics.jsonl`` and write it to ``result.json``.
 
-    The metrics supply the best and the last validation accuracy, and the first step that reaches each target.
+    The metrics supply the best validation accuracy, the accuracy at the last step, and the first step that reaches
+    each target.
 
     Paper: Fig. 3
     """
@@ -204,7 +207,7 @@ def write_run_result(folder: Path, result: Result, targets: Sequence[float]) -> 
 
 
 def hardware(here: Ranks) -> dict[str, Any]:
-    """Describe a run's hardware, for its result file."""
+    """Return a run's hardware, software versions and date, for its result file."""
     cuda = here.device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(here.device) if cuda else platform.processor() or platform.machine(),

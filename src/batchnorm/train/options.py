@@ -39,9 +39,9 @@ class Options:
     decoded: Path | None = None
     """with --cache device, a folder that stores the decoded images for the next run on the same data"""
     log_every: int = 100
-    """steps between records of the training loss in metrics.jsonl; there is also one before each validation"""
+    """steps between records of the training loss in metrics.jsonl; there is also a record before each validation"""
     evaluate_every: int = 0
-    """steps between validations; 0 validates once per epoch; the last step is always validated"""
+    """steps between validations, or 0 to validate once per epoch; the last step is always followed by a validation"""
     checkpoint_every: int = 5000
     """steps between checkpoints; there is also a checkpoint at the end and when the run is stopped"""
     evaluate_batch: int = 256

@@ -32,8 +32,8 @@ def own_network(factory: str, change: Change, *, classes: int, size: int, seed: 
         seed: seed of the initial weights.
 
     Raises:
-        ValueError: if there is no such network, if it does not fit the images or the classes, or if there is nothing
-            to change.
+        ValueError: if the network cannot be built, if it does not fit the images or the classes, or if the change
+            cannot be made or has no effect.
     """
     example = example_images(size)
     with torch.random.fork_rng(devices=[]):
@@ -61,7 +61,7 @@ def without_batch_norm(net: nn.Module) -> nn.Module:
     """Return a copy of the network without its batch normalization layers; activations fused into them are kept.
 
     Raises:
-        ValueError: if a layer overrides ``forward`` and so may do more than normalize.
+        ValueError: if a layer has a ``forward`` of its own, which may do more than normalize.
     """
     plain = revert(net)
     layers = {m: name for name, m in plain.named_modules() if isinstance(m, TorchBatchNorm)}

@@ -74,7 +74,7 @@ class Recipe:
     init: Literal["kaiming", "xavier"] = "kaiming"  # not in the paper
     """initialization of the weights"""
     init_scale: float = 1.0
-    """factor by which the initial weights are multiplied"""
+    """factor by which the initial weights of all convolutions except the depthwise one are multiplied"""
     eps: float = 1e-3  # not in the paper; this is TF-slim's value
     """number added to the variance"""
     averaging: float = 0.1  # not in the paper
@@ -87,7 +87,7 @@ class Recipe:
     momentum: float = 0.9  # not in the paper, which says "a version of SGD with momentum"
     """momentum of SGD"""
     weight_decay: float = 2e-4  # not in the paper; five times TF-slim's 4e-5
-    """weight of the L2 loss on all parameters but gamma and beta"""
+    """L2 weight decay of all parameters except gamma and beta"""
     decay: float = 0.96  # not in the paper; this is GoogLeNet's value
     """factor by which the learning rate is multiplied every --decay-epochs epochs"""
     decay_epochs: float = 8.0  # not in the paper; this is GoogLeNet's value
@@ -105,7 +105,7 @@ class Recipe:
     shuffle: Literal["fixed", "epoch"] = "fixed"
     """fixed: one random order for all epochs; epoch: a new order each epoch"""
     photometric: Literal["none", "reduced", "full"] = "full"  # not in the paper: the strengths of the distortions
-    """colour distortions"""
+    """strength of the colour distortions"""
 
     seed: int = 0
     """seed of the initial weights, order, crops, distortions and dropout"""
@@ -132,8 +132,8 @@ class Recipe:
         """Build the recipe's network with its initial weights.
 
         Raises:
-            ValueError: if the user's network cannot be built, does not fit the images or the classes, or does
-                not support ``statistics`` or ``freeze_statistics``.
+            ValueError: if the network cannot be built, does not fit the images or the classes, or does not support
+                ``statistics`` or ``freeze_statistics``.
         """
         if self.factory:
             net = own_network(self.factory, self.normalize, classes=classes, size=self.size, seed=self.seed)

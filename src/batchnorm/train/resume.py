@@ -68,7 +68,7 @@ class RunState(NamedTuple):
     positions: tuple[int, int] = (0, 0)
     """lengths of metrics.jsonl and monitor.jsonl, in bytes"""
     sums: Tensor | None = None
-    """this rank's sums of loss, correct predictions and examples since the last line of metrics.jsonl"""
+    """this rank's sums of loss, correct predictions and examples since the last training loss in metrics.jsonl"""
 
 
 def save_state(folder: Path, state: RunState, net: nn.Module, optimizer: torch.optim.Optimizer, here: Ranks) -> None:

@@ -35,7 +35,7 @@ class SavedRun(NamedTuple):
 
     @property
     def weights(self) -> str | None:
-        """The SHA-256 of the final network's weights, from its manifest; None if there is no final network yet."""
+        """The SHA-256 of the final network's weights from its manifest, or None if there is no final network yet."""
         return checkpoint.weights_digest(self.folder / "final")
 
     def load(self, classes: Sequence[str]) -> nn.Module:
@@ -46,7 +46,7 @@ class SavedRun(NamedTuple):
 
         Raises:
             ValueError: if the run is unfinished or diverged, its files are damaged, its weights do not fit its recipe,
-                its classes are not the data's, or loading it needs ``trust``.
+                its classes do not match the data's, or loading it needs ``trust``.
         """
         return folded_network(self.trained(classes)[0], self.recipe.size)
 
@@ -195,11 +195,12 @@ def _load_weights(net: nn.Module, model: dict[str, Tensor], folder: Path, classe
 
 
 def open_runs(folders: Sequence[Path], *, trust: bool = False) -> dict[str, SavedRun]:
-    """Return a dict from unique names to runs whose predictions can be averaged; see :func:`open_run` for ``trust``.
+    """Open runs whose predictions can be averaged, and return them by unique name; see :func:`open_run` for ``trust``.
 
     Raises:
         FileNotFoundError: if a folder is not the folder of a run.
-        ValueError: if there are no runs, if they take images of different sizes, or if a run is given twice.
+        ValueError: if there are no runs, if a recipe is not valid for this version of the library, if the runs take
+            images of different sizes, or if a run is given twice.
     """
     if not folders:
         raise ValueError("give at least one run: a folder written by batchnorm train")
@@ -220,11 +221,12 @@ def open_runs(folders: Sequence[Path], *, trust: bool = False) -> dict[str, Save
 def open_for(
     runs: dict[str, SavedRun], data: Path, crops: Count, split: str, here: Ranks, batch_size: int, workers: int
 ) -> SquareBatches:
-    """Open the data at the runs' image size; if the data has no ``val`` split, use the images that the runs held out.
+    """Open a split at the runs' image size; if ``val`` is missing, open the images that the runs held out instead.
 
     Raises:
         FileNotFoundError: if the data is not found.
-        ValueError: if the runs held out different images.
+        ValueError: if the runs held out different images, or for the same reasons as
+            :func:`~batchnorm.evaluate.open_squares`.
     """
     size = next(iter(runs.values())).recipe.size
     shares = {run.recipe.validate for run in runs.values()}

@@ -52,7 +52,7 @@ def start_from_(net: nn.Module, source: str, classes: int) -> str:
         classes: number of classes in the new data.
 
     Returns:
-        A sentence about what was loaded.
+        A message that says what was loaded.
 
     Raises:
         FileNotFoundError: if there is no such run or file.
@@ -85,7 +85,7 @@ def _is_for_other_classes(mine: Tensor, theirs: Any, classes: int) -> bool:
 
 
 def difference(expected: Mapping[str, Any], state: Mapping[str, Any]) -> str:
-    """Describe how a state dict differs from the network's, with the names of the first few entries.
+    """Describe how a state dict differs from the network's; the text is empty if all names and shapes agree.
 
     >>> difference({"weight": torch.zeros(2), "bias": torch.zeros(2)}, {"weight": torch.zeros(3)})
     '1 entry not in the file (bias); 1 entry with a different shape (weight)'

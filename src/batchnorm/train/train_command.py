@@ -1,4 +1,4 @@
-"""``batchnorm train`` and ``batchnorm describe``."""
+"""The commands ``batchnorm train`` and ``batchnorm describe``."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def describe(
 ) -> None:
     """Print the network's layers, parameters and multiply-adds.
 
-    For 1000 classes and images of 224 x 224, also print what the paper says about them.
+    For 1000 classes and images of 224 x 224, also compare the network with what the paper says.
 
     Args:
         network: the network to describe; inception is the only choice.

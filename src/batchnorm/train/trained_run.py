@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """Turn images into a network's input as validation does: centre square, resize, (x / 255 - mean) / std.
+    """Preprocess images as in validation: cut out the centre square, resize it, and compute (x / 255 - mean) / std.
 
     Args:
         size: height and width of the input.
@@ -159,7 +159,7 @@ class TrainedRun:
 def load(run: str | os.PathLike[str], *, device: torch.device | str = "cpu", trust: bool = False) -> TrainedRun:
     """Load a finished run of ``batchnorm train``: its network, classes, recipe, preprocessing and metrics.
 
-    Files from elsewhere cannot run code: the weights are in a safetensors file, ``state.pt`` is read with
+    The files of a run cannot execute code: the weights are in a safetensors file, ``state.pt`` is read with
     ``weights_only=True``, and the other files are JSON. The weights and ``state.pt`` are checked against the SHA-256 in
     their manifest. If the run trained a network of your own, loading calls the function that recipe.json names, and
     therefore needs ``trust=True``. Networks of the paper, torchvision and timm load without ``trust``.
@@ -170,7 +170,7 @@ def load(run: str | os.PathLike[str], *, device: torch.device | str = "cpu", tru
     Args:
         run: the run's folder.
         device: the device for its networks.
-        trust: allow calling the function that recipe.json names. Only do this with runs from someone you trust.
+        trust: allow calling the function that recipe.json names. Set this only for runs from someone you trust.
 
     Raises:
         FileNotFoundError: if ``run`` is not the folder of a run.

@@ -1,1 +1,1 @@
-"""The network of the paper's appendix, with the kernels that only it needs."""
+"""The network of the paper's appendix, and the kernels that only this network needs."""

@@ -19,7 +19,7 @@ PARTS = 256  # a backward pass over a large tensor has at least this many progra
 
 
 def bias_act(x: Tensor, bias: Tensor, activation: Literal["relu", "sigmoid"]) -> Tensor:
-    """Return g(x + b) with one bias per channel; ``x`` has shape (N, C, H, W).
+    """Return g(x + b), where g is the activation and b has one value per channel; ``x`` has shape (N, C, H, W).
 
     Paper: Sec. 3.2, z = g(Wu + b)
     """

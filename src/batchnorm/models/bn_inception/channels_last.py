@@ -52,8 +52,8 @@ class ChannelTiles:
 class ColumnTiles:
     """Divide the windows of a max pool among programs.
 
-    Each program processes several rows from top to bottom, with P columns and V channels in each row. The columns of
-    all images are numbered consecutively.
+    A unit of work is one or more rows of windows, processed from top to bottom, with P columns and V channels in each
+    row. The columns of all images are numbered consecutively.
     """
 
     THREADS = 128
@@ -66,7 +66,7 @@ class ColumnTiles:
         self.columns = 16 * self.THREADS // itemsize // self.channels  # 16 bytes per thread
         self.slices = up(c, self.channels)
         blocks = up(n * width, self.columns)
-        # More rows per program mean fewer rows that are read twice, but also fewer programs to keep the GPU busy.
+        # With more rows per unit, fewer rows are read twice, but there are also fewer units to keep the GPU busy.
         rows = max(1, min(8, blocks * self.slices * height // 2048))
         share = up(height, up(height, rows))
         self.units = blocks * up(height, share)
@@ -94,7 +94,7 @@ def alignment(*tensors: Tensor | None) -> int:
 
 
 def empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
-    """Return an uninitialized channels-last tensor."""
+    """Return an uninitialized channels-last tensor on the device of ``like``, by default with the same dtype."""
     return torch.empty(shape, dtype=dtype or like.dtype, device=like.device, memory_format=torch.channels_last)
 
 

@@ -1,9 +1,9 @@
 """Split and concatenate tensors without copies: kernels read and write slices, and adjacent weights form one view.
 
 An Inception module splits the output of one convolution among several normalizations, and concatenates the outputs of
-its branches. Here, normalizations that can run at the same time share one launch. In the forward pass, the launch reads
-slices of the convolution's output and writes slices of the concatenation. In the backward pass, a launch reads slices
-of the concatenation's gradient and writes slices of the convolution's gradient.
+its branches. Here, one call computes all normalizations that can run at the same time. In the forward pass, the kernels
+read slices of the convolution's output and write slices of the concatenation. In the backward pass, the kernels read
+slices of the concatenation's gradient and write slices of the convolution's gradient.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from .pooling import average_into, empty_maxima, empty_places, max_pool_backward
 
 
 class Part(NamedTuple):
-    """The input and the output of one of the normalizations in a launch."""
+    """A layer, its input and its output, for :func:`normalize_together`."""
 
     bn: BatchNorm2d
-    source: int  # index of the tensor to read
+    source: int  # index of the source tensor to read
     start: int = 0  # first channel to read
     y: Tensor | None = None  # the output tensor; None allocates one
     averaged: bool = False  # average 3x3 windows before normalizing
@@ -54,7 +54,7 @@ def can_join(layers: Sequence[BatchNorm2d], x: Tensor) -> bool:
     )
     if not alike or not takes(x) or is_forward_mode() or is_active():
         return False
-    # Gamma or beta is None here if torch.nn.utils.parametrize computes it.
+    # A vector is None here if the layer does not have it, or if torch.nn.utils.parametrize computes it.
     vectors = [v.get(k) for bn in layers for v, names in _vectors(bn) for k in names]
     channels = [bn.features for bn in layers for _ in range(4)]
     counts = [bn._buffers.get(k) for bn in layers for k in ("num_batches_tracked", "num_batches_skipped")]
@@ -73,10 +73,11 @@ def _vectors(bn: BatchNorm2d) -> list[tuple[dict[str, Tensor | None], tuple[str,
 
 
 def normalize_together(parts: Sequence[Part], *sources: Tensor) -> tuple[Tensor, ...]:
-    """Normalize all parts by batch statistics in one launch, and update the running averages.
+    """Normalize all parts and return their outputs; :func:`can_join` says which layers and tensors are supported.
 
-    In evaluation, normalize by the running averages, with one launch per part. :func:`can_join` says which layers and
-    tensors are supported.
+    With batch statistics, the parts share launches unless their inputs are large. The running averages are updated,
+    except when activation checkpointing recomputes the forward pass. In evaluation, the parts are normalized one by one
+    by their running averages.
     """
     # cuDNN's outputs are already channels last, so they are not copied.
     sources = tuple(s.contiguous(memory_format=torch.channels_last) for s in sources)
@@ -155,7 +156,7 @@ def _inputs(
 ) -> list[Tensor]:
     """Return the input of each part: its averaged slice, or a view of its source.
 
-    The backward pass also calls this on the gradients' buffers, to get the tensors that receive the inputs' gradients.
+    The backward pass also calls this function on gradients, to get the tensors that receive the inputs' gradients.
     """
     pooled = iter(averaged)
     return [next(pooled) if is_averaged else sources[s][:, a : a + c] for s, a, c, is_averaged in places]
@@ -192,8 +193,8 @@ def _differentiable(
 def max_pool_beside(x: Tensor, stride: int, to: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return ``x`` and the maxima of its 3x3 windows, which are written to ``to`` if it is given.
 
-    Other layers must read the returned ``x`` instead of the original. In the backward pass, the kernel that writes the
-    pool's gradient then also adds the gradient from these layers.
+    Other layers should read the returned ``x`` instead of the original: in the backward pass, the kernel that writes
+    the pool's gradient then also adds the gradient from these layers.
     """
     both: tuple[Tensor, Tensor] = _PoolBeside.apply(x, stride, [to])  # type: ignore[no-untyped-call]
     return both
@@ -258,7 +259,10 @@ class _Join(torch.autograd.Function):
 
 
 def join_kernels(kernels: Sequence[Tensor]) -> Tensor:
-    """Concatenate 1x1 convolution kernels along the output channels, without a copy if they are adjacent in memory."""
+    """Concatenate 1x1 convolution kernels along the output channels, without a copy if they are adjacent in memory.
+
+    If a compiler, transform, tracer or mode is active, this function calls ``torch.cat`` instead.
+    """
     if not is_unseen(*kernels) or is_forward_mode():
         return torch.cat(list(kernels))
     joined: Tensor = _JoinedKernels.apply(*kernels)  # type: ignore[no-untyped-call]
@@ -296,7 +300,7 @@ def joined_view(kernels: Sequence[Tensor]) -> Tensor:
 
 
 def as_neighbours(kernels: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Copy 1x1 convolution kernels so that the copies lie one after the other in memory."""
+    """Return copies of 1x1 convolution kernels in the given dtype, one after the other in memory."""
     whole = torch.empty(sum(k.numel() for k in kernels), dtype=dtype, device=kernels[0].device)
     pieces = whole.split([k.numel() for k in kernels])
     shaped = [p.as_strided(k.shape, k.stride(), p.storage_offset()) for p, k in zip(pieces, kernels, strict=True)]

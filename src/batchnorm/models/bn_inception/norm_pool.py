@@ -1,8 +1,9 @@
-"""Batch normalization, ReLU and a 3x3 max pool at stride 2 as one function that never writes ReLU's full-size output.
+"""Batch normalization, ReLU and a 3x3 max pool at stride 2 as one function that does not write ReLU's full-size output.
 
-The forward pass reads x twice: one launch computes the statistics, and another computes the pooled output. The backward
-pass also has two launches, which read x, the gradient of the pooled output and the positions of the maxima. The only
-full-size tensor that it writes is dx.
+The forward pass has two launches: one computes the statistics of x, and the other computes the pooled output from x.
+The backward pass also has two launches, which read x, the gradient of the pooled output and the positions of the
+maxima. The only full-size tensor that the backward pass writes is dx. With ``create_graph=True``, the backward pass
+uses differentiable operations of torch instead.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from .channels_last import ColumnTiles, alignment, readable
 from .joined_branches import can_join, running_of
 from .pooling import MaxPool2d, backward_launch, empty_maxima, empty_places, max_pool_backward, max_pool_into
 
-PROGRAMS = 4  # programs per multiprocessor that add up gradients at the same time
+PROGRAMS = 4  # up to this many programs per multiprocessor sum the gradients of gamma and beta
 
 
 def can_pool(bn: BatchNorm2d, pool: nn.Module, x: Tensor) -> bool:
@@ -45,7 +46,9 @@ def can_pool(bn: BatchNorm2d, pool: nn.Module, x: Tensor) -> bool:
 
 
 def normalize_and_pool(bn: BatchNorm2d, x: Tensor) -> Tensor:
-    """Return the maxima of ReLU(BN(x)) over 3x3 windows, padded by 1, at stride 2; update the running averages.
+    """Return the maxima of ReLU(BN(x)) over 3x3 windows, padded by 1, at stride 2.
+
+    The running averages are updated, except when activation checkpointing recomputes the forward pass.
 
     If several pixels of a window equal its maximum after rounding, the gradient goes to the pixel with the largest x,
     or with the smallest x if gamma is negative.
@@ -93,7 +96,7 @@ class _NormalizeAndPool(torch.autograd.Function):
 def _sums_launch(
     shape: torch.Size, align: int, dy_row: int, itemsize: int, device: torch.device
 ) -> tuple[TritonLaunch, tuple[int, int]]:
-    """Return the launch that computes the gradients of gamma and beta, and how many floats and counters it needs."""
+    """Return the launch for the gradients of gamma and beta, and how many floats and counters its workspace needs."""
     from .triton.max_pool import max_sums
 
     t = ColumnTiles(shape, align, 2, itemsize)

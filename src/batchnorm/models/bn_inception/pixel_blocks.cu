@@ -1,27 +1,30 @@
 // The stem's convolution of 2x2 pixel blocks, and the gradient of its kernel, on tensor cores.
 //
-// The blocks have the shape (images, rows + TAPS - 1, columns + TAPS - 1, CHANNELS). An output pixel depends on a window
-// of TAPS x TAPS blocks. Programs (thread blocks) process tiles of PIXELS output pixels of one image. A program copies
-// each block that a tile needs to shared memory once. The windows of neighbouring pixels overlap there: for one tap, the
-// blocks of 16 pixels are a 16 x CHANNELS matrix, which ldmatrix reads directly.
+// For an output of rows x columns pixels, the blocks have the shape (images, rows + TAPS - 1, columns + TAPS - 1,
+// CHANNELS). An output pixel depends on a window of TAPS x TAPS blocks; a tap is a position in the window. Programs
+// (thread blocks) process tiles of up to PIXELS output pixels of one image. A program copies each block that a tile
+// needs to shared memory only once, although the windows of neighbouring pixels overlap. For one tap, the blocks of 16
+// pixels form a 16 x CHANNELS matrix, which ldmatrix reads directly.
 //
 // These macros are defined when the file is compiled:
-// - KIND: 0 bfloat16, 1 float16
-// - THREADS: threads per program; EACH: programs per multiprocessor
-// - PIXELS: a multiple of THREADS
+// - KIND: 0 for bfloat16, 1 for float16
+// - THREADS: threads per program
+// - EACH: programs per multiprocessor
+// - PIXELS: output pixels per tile, a multiple of THREADS
+// - FORWARD: defined for the kernel "convolve", not defined for the other kernels
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
 #define TAPS 4
-#define SIZE 7  // the kernel has SIZE x SIZE weights for each of INPUTS channels of the image
+#define SIZE 7  // a filter has SIZE x SIZE weights for each of the image's INPUTS channels
 #define FRONT 1  // rows and columns of pixels in a window that come before the first weight
 #define INPUTS 3
 #define CHANNELS 16
 #define OUT 64  // output channels
 #define WEIGHTS (INPUTS * SIZE * SIZE)
-#define VALUES (TAPS * TAPS * CHANNELS)  // in a window
+#define VALUES (TAPS * TAPS * CHANNELS)  // values in a window
 #define BLOCK_BYTES (CHANNELS * 2)
 #define PIXEL_BYTES (OUT * 2)
 
@@ -53,7 +56,7 @@ __device__ __forceinline__ u32 to_bfloats(float a, float b) {
     return w;
 }
 
-// copy_async() starts to copy a vector to shared memory, commit() closes a group of copies, and arrived<n>() waits
+// copy_async() starts to copy 16 bytes to shared memory, commit() closes a group of copies, and arrived<n>() waits
 // until at most n groups are pending.
 __device__ __forceinline__ void copy_async(u32 slot, const char* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(slot), "l"(from) : "memory");
@@ -102,7 +105,8 @@ __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b
 
 __device__ __forceinline__ u32 narrow(float a, float b) { return KIND == 0 ? to_bfloats(a, b) : to_halves(a, b); }
 
-// Returns where the weight for a window's value is in a row of the kernel, or -1 if the value has no weight.
+// For a value in a window, returns the index of its weight among the WEIGHTS of an output channel, or -1 if the value
+// has no weight.
 __device__ __forceinline__ int weight_of(int value) {
     int tap = value / CHANNELS, channel = value % CHANNELS, pixel = channel / INPUTS;
     int h = tap / TAPS * 2 + pixel / 2 - FRONT, w = tap % TAPS * 2 + pixel % 2 - FRONT;
@@ -110,12 +114,12 @@ __device__ __forceinline__ int weight_of(int value) {
     return has ? (channel % INPUTS * SIZE + h) * SIZE + w : -1;
 }
 
-// The tile's pixels, and a copy of their blocks in shared memory.
+// A tile's pixels, and a copy in shared memory of the blocks that they depend on.
 struct Tile {
     i64 image;
-    int first, end;  // pixels, counted from the image's first one
+    int first, end;  // the tile has the pixels first <= i < end, counted from the image's first pixel
     int row, width;  // the first row of blocks that the tile needs; blocks per row
-    u32 blocks;      // where shared memory holds the copy
+    u32 blocks;      // the copy's address in shared memory
     int* corners;    // for each pixel, the index of its window's first block in the copy
 
     __device__ __forceinline__ Tile(int index, int rows, int columns, char* memory_of_blocks, int* corners)
@@ -129,15 +133,15 @@ struct Tile {
         blocks = address(memory_of_blocks);
     }
 
-    // Swaps the halves of some blocks, so that ldmatrix reads the same half of eight neighbouring blocks from different
-    // banks.
+    // Returns the address of half a block. The halves of some blocks are swapped, so that ldmatrix reads the same half
+    // of eight neighbouring blocks from different banks.
     __device__ __forceinline__ u32 slot(int block, int half) const {
         return blocks + block * BLOCK_BYTES + ((half ^ (block >> 2 & 1)) << 4);
     }
 
     __device__ __forceinline__ void copy_blocks(const char* from, int rows, int columns) const {
         for (int i = threadIdx.x; i < PIXELS; i += THREADS) {
-            int pixel = min(first + i, end - 1);  // for pixels behind the last one, any window will do
+            int pixel = min(first + i, end - 1);  // past the last pixel, any window will do
             corners[i] = (pixel / columns - row) * width + pixel % columns;
         }
         from += (image * (rows + TAPS - 1) + row) * width * BLOCK_BYTES;
@@ -147,7 +151,7 @@ struct Tile {
 };
 
 // Shared memory holds two tiles, so that a tile's copies arrive while the previous tile is processed.
-// `bytes` is the size of the copied blocks of a tile.
+// `bytes` is the maximum size of a tile's blocks.
 __device__ __forceinline__ int* corners_of(int buffer) { return (int*)memory + buffer * PIXELS; }
 __device__ __forceinline__ char* data_of(int buffer, int bytes) { return memory + 8 * PIXELS + buffer * bytes; }
 
@@ -168,7 +172,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) convolve(
     };
     copy(blockIdx.x, 0);
 
-    // Number the output channels so that a thread gets eight consecutive ones: it then stores them as one vector.
+    // Reorder the output channels, so that a thread computes eight consecutive channels and stores them as one vector.
     u32* weights = (u32*)data_of(2, bytes);
     for (int value = threadIdx.x; value < VALUES; value += THREADS) {
         const int column = weight_of(value);
@@ -237,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) kernel_gradient(
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, half = lane / 16;
     const int tap_row = warp % TAPS, from = warp / TAPS * (PIXELS / 2);
     const int tiles = images * ((rows * columns + PIXELS - 1) / PIXELS);
-    // As in Tile::slot(), but for the eight vectors of a pixel's gradient.
+    // Like Tile::slot(), returns an address, but of one of the eight vectors of a pixel's gradient.
     auto gradient_slot = [&](int buffer, int pixel, int vector) {
         return address(data_of(2, bytes)) + (buffer * PIXELS + pixel) * PIXEL_BYTES + ((vector ^ pixel % 8) << 4);
     };
@@ -303,8 +307,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) kernel_gradient(
     }
 }
 
-// Adds up the gradients that the programs of kernel_gradient() wrote; a warp adds every eighth one. Each program adds
-// the gradients for 32 values of the windows of one output channel.
+// Adds up the gradients that the programs of kernel_gradient() wrote. Each program does so for one output channel and
+// 32 values of the window; each of its warps adds up every (THREADS / 32)-th gradient.
 extern "C" __global__ void __launch_bounds__(THREADS) add_parts(const float* partial, float* total, int parts) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, at = blockIdx.x * 32 + lane;
     float sum = 0;

@@ -1,4 +1,4 @@
-"""Pooling of 3x3 windows: torch's modules, with this library's kernels for channels-last CUDA tensors.
+"""Torch's pooling modules, with this library's kernels for channels-last CUDA tensors.
 
 For the backward pass of max pooling, torch saves an index of eight bytes per maximum; these kernels save four bits.
 """
@@ -18,7 +18,7 @@ from ...ops.cuda.triton_launch import TritonLaunch
 from ...ops.torch_state import is_unseen
 from .channels_last import ChannelTiles, ColumnTiles, alignment, empty, readable, takes
 
-PIXELS, CHANNELS = 64, 128  # of a tile of the kernels in triton/global_pool.py
+PIXELS, CHANNELS = 64, 128  # tile size of the kernels in triton/global_pool.py
 UNROLL = 2  # rows per loop iteration; more than one saves copies between registers
 
 
@@ -73,7 +73,7 @@ class AvgPool2d(nn.AvgPool2d):
 
 
 def max_pool(x: Tensor, stride: int) -> Tensor:
-    """Return the maximum of each 3x3 window, padded by 1, at stride 1 or 2."""
+    """Return the maximum of each 3x3 window, padded by 1; ``stride`` must be 1 or 2."""
     y: Tensor = torch.ops.batchnorm.max_pool(x, stride)[0]
     return y
 
@@ -136,7 +136,7 @@ def _max_pool(x: Tensor, stride: int) -> tuple[Tensor, Tensor]:
 
 
 def max_pool_into(x: Tensor, y: Tensor, where: Tensor, stride: int, stats: Tensor | None = None) -> None:
-    """Write maxima to ``y``, which may be channels of a larger tensor, and their positions to ``where``.
+    """Write the maxima of ``x`` to ``y``, which may be a slice of a larger tensor, and their positions to ``where``.
 
     If ``stats`` is given, normalize by these batch statistics and apply ReLU before pooling.
     """
@@ -158,13 +158,13 @@ def _forward_launch(
 
 
 def empty_places(y: Tensor) -> Tensor:
-    """Return uninitialized memory for the positions of maxima; one byte stores the positions of two channels."""
+    """Return an uninitialized tensor for the positions of maxima; one byte stores the positions of two channels."""
     n, c, h, w = y.shape
     return empty(y, (n, up(c, 2), h, w), torch.uint8)
 
 
 def empty_maxima(x: Tensor, stride: int) -> Tensor:
-    """Return uninitialized memory for the maxima of ``x``."""
+    """Return an uninitialized tensor for the maxima of ``x``."""
     n, c, h, w = x.shape
     return empty(x, (n, c, up(h, stride), up(w, stride)))
 
@@ -192,7 +192,7 @@ def max_pool_gradient(
 def backward_launch(
     shape: torch.Size, align: int, dy_row: int, stride: int, itemsize: int, device: torch.device
 ) -> TritonLaunch:
-    """Return the launch that writes the gradient of a max pool's input of this shape."""
+    """Return the launch that writes the gradient of a max pool's input; ``shape`` is the shape of that input."""
     from .triton.max_pool import max_backward_1, max_backward_2
 
     t = ColumnTiles(shape, align, stride, itemsize)
@@ -212,10 +212,10 @@ def _average_pool(x: Tensor, backward: bool) -> Tensor:
 
 
 def average_into(x: Tensor, y: Tensor, backward: bool) -> None:
-    """Write the averages of ``x`` to ``y``.
+    """Write the averages of 3x3 windows of ``x`` to ``y``.
 
-    If ``backward``, ``x`` is the gradient of averages, and the gradient of their input is written to ``y``. Both
-    tensors may be slices of larger tensors.
+    If ``backward``, ``x`` is the gradient of such averages, and the gradient of the averaged tensor is written to
+    ``y``. Both tensors may be slices of larger tensors.
     """
     from .triton.average_pool import average
 
@@ -257,7 +257,7 @@ def _keep_places(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _second_max_gradient(ctx: Any, ddx: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the values of ``ddx`` at the maxima: the transpose of the backward pass, which is linear in dy."""
+    """Return the values of ``ddx`` at the maxima: this is the transpose of the backward pass, a linear map of dy."""
     (where,) = ctx.saved_tensors
     bits = torch.stack((where & 15, where >> 4), 2).flatten(1, 2)[:, : ddx.shape[1]].long()
     # triton/max_pool.py defines the bits. UP and LEFT become -1; DOWN and RIGHT become 1. NOWHERE has all bits set, so
@@ -270,7 +270,7 @@ def _second_max_gradient(ctx: Any, ddx: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _average_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-    # The average's gradient is its transpose, and the transpose's gradient is the average.
+    # Averaging is linear. Its backward pass is the transpose, whose backward pass is averaging again.
     return torch.ops.batchnorm.average_pool(dy, not ctx.backward), None
 
 

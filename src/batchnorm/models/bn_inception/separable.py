@@ -13,16 +13,20 @@ from ...ops.cuda.schedule import power_up, up
 from ...ops.torch_state import is_forward_mode, is_unseen
 
 CHANNELS = 8  # output channels per program
-LARGEST = 2**14  # values of a dense kernel's gradient for one input channel, which a program keeps on chip
+# A program keeps the dense kernel's gradient for one input channel on chip. This is the maximum number of values of the
+# gradient, with both dimensions rounded up to powers of two.
+LARGEST = 2**14
 
 
 def compose(pointwise: Tensor, depthwise: Tensor, inputs: int) -> Tensor:
-    """Return W[o, i] = sum_m P[o, i, m] D[i, m], in the parameters' dtype even under autocast.
+    """Return the dense kernel W[o, i] = sum_m P[o, i, m] D[i, m]; autocast does not lower its precision.
+
+    Here o is an output channel, i is an input channel, and m is one of the input channel's depthwise filters.
 
     Args:
         pointwise: P, the weight of the 1x1 convolution, of shape (outputs, inputs * multiplier, 1, 1).
         depthwise: D, the weight of the depthwise convolution, of shape (inputs * multiplier, 1, height, width).
-        inputs: input channels.
+        inputs: the number of input channels.
     """
     if torch.compiler.is_compiling() or not _takes(pointwise, depthwise):
         return _composed(pointwise, depthwise, inputs)
@@ -67,7 +71,7 @@ class _Composition(torch.autograd.Function):
 
 
 def run_compose(pointwise: Tensor, depthwise: Tensor, inputs: int) -> Tensor:
-    """Run the kernel that composes two dense float32 tensors."""
+    """Return the dense kernel, computed with Triton; both tensors must be contiguous and float32."""
     from .triton.separable import compose as kernel
 
     outputs, wide = pointwise.shape[:2]
@@ -80,7 +84,7 @@ def run_compose(pointwise: Tensor, depthwise: Tensor, inputs: int) -> Tensor:
 
 
 def run_compose_backward(dweight: Tensor, pointwise: Tensor, depthwise: Tensor, inputs: int) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the pointwise and of the depthwise kernel; all tensors must be dense."""
+    """Return the gradients of the pointwise and depthwise weights; all tensors must be contiguous."""
     from .triton.separable import compose_backward as kernel
 
     outputs, wide = pointwise.shape[:2]

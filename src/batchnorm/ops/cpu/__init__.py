@@ -7,18 +7,21 @@ the forward and in the backward pass. Third, on small batches, calling operators
 
 So there are three implementations:
 
-- ``autograd.py`` handles layers in training, with one kernel call per pass. Dense float32 batches use kernel.c if
-  compiler.py finds a C compiler. Half precision, and batches on which torch's kernel is as fast, use torch's kernel.
-- ``torch_kernels.py`` uses torch's kernel for small batches, for channels_last with enough channels, and for half
+- ``autograd.py`` is the fast path of layers in training. If compiler.py finds a C compiler, most dense float32 batches
+  use kernel.c, with one call per pass. Half precision, and batches on which torch's kernel is faster, use torch's
+  kernel.
+- ``torch_kernels.py`` uses torch's kernel where that is the fastest, for example on small batches and in half
   precision.
-- ``passes.py`` handles everything else in separate passes for the statistics, the transform and the activation. Its
+- ``passes.py`` handles other batches in separate passes for the statistics, the transform and the activation. Its
   backward pass uses torch's kernel if that is fast and accurate enough.
+
+Batches that are neither contiguous nor channels_last in memory, even after a copy, are left to ``composite.py``.
 
 ``batchnorm bench cpu`` compares this path with torch; the results are in results/cpu.json.
 
 Torch's kernels lose precision if the mean is many standard deviations from zero, because a*x + b is then a difference
 of large numbers. All three files check the statistics for such a mean, and passes.py then normalizes x - s instead of
-x, where s is close to the mean: BN(x - s) = BN(x). kernel.c always subtracts a shift.
+x, where s is close to the mean: BN(x - s) = BN(x). The code in kernel.c always subtracts the rounded mean.
 """
 
 from __future__ import annotations
@@ -106,7 +109,7 @@ def _again(eps: float, activation: Activation) -> Callable[..., Tensor]:
 
 
 def normalize(call: Call, mean: Tensor, var: Tensor) -> Tensor:
-    """Normalize a non-empty CPU tensor by given statistics, with torch's kernel if possible."""
+    """Normalize a non-empty CPU tensor by given statistics, with torch's kernel if it is accurate enough."""
     x, gamma, beta, eps, activation, residual, *_ = call
     dtype = statistics_dtype(x)
     mean, var = mean.to(dtype), var.to(dtype)

@@ -1,12 +1,12 @@
 """Run training calls on the CPU with as little overhead around the kernel as possible.
 
 kernel.c handles dense float32 batches. One call computes y and updates the running averages; another call computes all
-gradients. The forward pass saves x, the parameters and five numbers per channel. If there is a residual, it also saves
-one byte per element (relu, relu6, leaky_relu) or the residual itself (smooth activations).
+gradients. The forward pass saves x, gamma and five numbers per channel. For smooth activations, it also saves beta and
+the residual. For relu, relu6 and leaky_relu with a residual, it also saves one byte per element.
 
-Torch's kernel handles half precision, and float32 batches on which it is as fast as kernel.c. It also updates the
-running averages. If its statistics show that its output may be inaccurate, the averages are restored and the caller
-uses another path.
+Torch's kernel handles half precision, and float32 batches on which it is faster than kernel.c. It also updates the
+running averages. If the batch's statistics show that the output may be inaccurate, the averages are restored and
+``train_`` returns None.
 
 On a small batch, the Python code around a kernel takes longer than the kernel. So the results of checks are cached for
 batches of the same shape, strides and dtype, and no tensors are created for the moments.
@@ -35,7 +35,7 @@ from .torch_kernels import flatten, stored_like, unflatten
 
 _f32 = torch.float32
 
-# With fewer values than this, starting more threads takes longer than it saves.
+# With fewer values than this, running more than one thread takes longer than it saves.
 PARALLEL = 1 << 14
 LARGE = 1 << 18  # from this many values on, torch's kernel may be faster than kernel.c: see train_
 LIMIT = torch_kernels.CONDITION**2  # largest squared norm of mean / std for which torch's kernel is accurate
@@ -72,7 +72,7 @@ class KernelForm(NamedTuple):
 
 
 def form_of(x: Tensor, activation: Activation) -> KernelForm | None:
-    """Return the kernel form for ``x`` (N, C, ...), or None if kernel.c cannot run on it."""
+    """Return the :class:`KernelForm` for ``x`` (N, C, ...), or None if kernel.c cannot run on ``x``."""
     if x.dtype is not _f32 or x.dim() < 2:
         return None
     channels = x.shape[1]
@@ -97,9 +97,10 @@ def form_of(x: Tensor, activation: Activation) -> KernelForm | None:
 
 
 def train_(call: Call) -> Tensor | None:
-    """Return y and update the running mean, variance and count.
+    """Return y and update the running mean, variance and batch count.
 
-    Returns None, without updating anything, if the fast path does not apply.
+    Returns None, without updating anything, if the fast path does not apply. A forward pass that runs again
+    inside a backward pass (activation checkpointing) updates nothing.
     """
     x, gamma, beta, eps, activation, residual, mask, running, momentum = call
     if (
@@ -124,7 +125,7 @@ def train_(call: Call) -> Tensor | None:
         form = form_of(x, activation) if dense else None
         if residual is None and torch_kernels.is_fast(x):
             # If there is no activation and the channels are adjacent, kernel.c moves as many bytes as torch's kernel.
-            # For a large batch, torch's kernel is then faster, because less Python code runs around it.
+            # Torch's kernel is then faster for large batches.
             alone = activation.name == "identity"
             if form is not None and alone and form.shape.length == 0 and x.numel() >= LARGE:
                 form = None
@@ -224,7 +225,7 @@ class _Memory(NamedTuple):
     lifetime: weakref.ref[Tensor]
 
 
-# Keyed by the id() of the running mean; an entry is removed when that tensor dies.
+# Keyed by the id() of the running mean; an entry is removed when that tensor is freed.
 _memories: dict[int, _Memory] = {}
 
 
@@ -313,7 +314,7 @@ class CompiledFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the inputs; use plain operations if the kernel cannot run on these tensors."""
+        """Return the gradients of the inputs; use plain operations for double backward and if the kernel cannot run."""
         if dy is None:
             return (None,) * 7
         kept, (form, eps, hidden) = ctx.kept, ctx.rest
@@ -337,7 +338,8 @@ class CompiledFunction(torch.autograd.Function):
             g = form.activation
             if not hidden:
                 center, scale, offset = (composite.per_channel(v, x) for v in kept[:3])
-                dy, g = g.backward(dy, (x - center) * scale + offset), IDENTITY  # compute g' at the kernel's z
+                # Compute g' at the same z as the kernel.
+                dy, g = g.backward(dy, (x - center) * scale + offset), IDENTITY
             dx, dgamma, dbeta, dz = composite.backward(Call(x, gamma, beta, eps, g, residual), dy, passed)
         else:
             if x.dtype is not _f32 or x.stride() != form.stride or x.shape != form.size:

@@ -1,4 +1,4 @@
-"""Compile kernel.c for this machine when it is first needed; compiling takes a few seconds.
+"""Compile kernel.c for this machine when it is first needed, and cache the library; compiling takes a few seconds.
 
 Without a compiler, torch's kernels run instead. The compiled code uses torch's threads: it starts them through the
 OpenMP library that torch has loaded.
@@ -27,12 +27,12 @@ FLAGS = (
 
 
 class Kernels(NamedTuple):
-    """Hold the compiled functions, and the addresses of the OpenMP functions that run torch's threads."""
+    """Hold the compiled functions, and the addresses of the OpenMP functions that run code on torch's threads."""
 
     forward: Callable[..., int]
     backward: Callable[..., int]
     openmp: tuple[int | None, int | None, int | None]  # all None if the functions were not found
-    uncached: str | None = None  # why the library could not be cached
+    uncached: str | None = None  # why the library could not be cached; None if it was cached
 
 
 def kernels() -> Kernels | None:
@@ -79,7 +79,10 @@ def _processor() -> str:
 
 
 def _openmp() -> tuple[int | None, int | None, int | None]:
-    """Return the addresses of the functions that start, number and count threads in torch's OpenMP library."""
+    """Return the addresses of GOMP_parallel, omp_get_thread_num and omp_get_num_threads in torch's OpenMP library.
+
+    If a function is not found, all three addresses are None.
+    """
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         found = library.GOMP_parallel, library.omp_get_thread_num, library.omp_get_num_threads

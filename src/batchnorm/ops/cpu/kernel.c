@@ -2,13 +2,13 @@
 // this file and defines the codes of the activations g: IDENTITY, RELU, ...
 //
 // A tensor has the shape (n, channels, length), called planes, or (n, channels), called rows; for rows, `length` is 0.
-// Threads share the work in tasks. For planes, a task is a group of neighbouring channels, whose values stay in the
+// Threads share the work in tasks. For planes, a task is a group of neighboring channels, whose values stay in the
 // cache between passes. For rows, a task is a block of rows. Sums of blocks are merged in a fixed order, so results do
 // not depend on the number of threads.
 //
 // The statistics need two passes: the first computes a rough mean; the second computes the sums of d = x - rough and of
-// d^2. These sums lose no precision, however far the mean is from zero. BN(x) = (x - center) * scale + offset loses
-// none either: center is the mean rounded to float32, and the offset corrects this rounding error.
+// d^2. These sums are precise, however far the mean is from zero. So is BN(x) = (x - center) * scale + offset: `center`
+// is the mean rounded to float32, and `offset` corrects this rounding error.
 
 #include <math.h>
 #include <stdint.h>
@@ -30,7 +30,7 @@ typedef struct {
     Shape shape;
     const float *x, *dy, *gamma, *beta, *residual;
     float *y, *dx, *dz, *dgamma, *dbeta;
-    unsigned char *passed; // whether g'(z) is 1; saved if there is a residual and g' has two values
+    unsigned char *passed; // whether g'(z) is 1; saved if there is a residual and g' takes two values
     float *kept;             // per channel: center, scale, offset, 1/std, mean - center
     double eps, *mean, *var; // mean and var have one number per channel
     i64 tasks, threads;
@@ -45,12 +45,12 @@ enum { CENTER, SCALE, OFFSET, SLOPE, LEVEL, LINES };
 enum { INVSTD = SLOPE, LACK = LEVEL };
 
 enum {
-    RUN = 256,     // planes: a group has at least this many adjacent values, if there are enough channels
+    RUN = 256,     // planes: minimum number of adjacent values in a group, if there are enough channels
     WIDTH = 1024,  // maximum number of columns of a matrix, unless a tensor's rows have more channels
     NARROW = 64,   // rows: minimum number of columns
     ADDED = 256,   // planes: float32 sums are added to float64 sums after about this many rows
-    BLOCK = 65536, // rows: maximum number of values in a block, unless ROWS rows have more
-    ROWS = 64,     // rows: minimum number of rows in a block
+    BLOCK = 65536, // rows: maximum number of values in a block, unless ROWS matrix rows have more
+    ROWS = 64,     // rows: minimum number of matrix rows in a block, except in the last block
     TASKS = 16,    // rows: minimum number of blocks, if the tensor has enough rows
 };
 
@@ -65,8 +65,8 @@ INLINE i64 least(i64 a, i64 b) { return a < b ? a : b; }
 
 // ---- g and its derivative; where g' is discontinuous, it has the same value as in torch ----
 
-// Computes exp(v) as 2^n * exp(r), where v = n ln(2) + r and a polynomial approximates exp(r). The relative error is
-// 2e-7. Compilers can vectorize this function.
+// Computes exp(v) as 2^n * exp(r), where v = n ln(2) + r and a polynomial approximates exp(r). First clamps v to the
+// range from -87 to 88, in which the relative error is about 1e-7. Compilers can vectorize this function.
 INLINE float exponential(float v) {
     union {
         float f;
@@ -108,7 +108,7 @@ INLINE float activate(float z, int activation, float below) {
     return z;
 }
 
-// Returns whether g'(z) is 1, for activations g whose derivative has only two values. If z is NaN, the result is true
+// Returns whether g'(z) is 1, for activations g whose derivative takes only two values. If z is NaN, the result is true
 // for ReLU and ReLU6.
 INLINE int passes(float z, int activation) {
     if (activation == RELU) return !(z <= 0);
@@ -333,7 +333,8 @@ static void keep(Call *c, i64 channel, double mean, double var) {
     if (!good) __atomic_store_n(&c->bad, 1, __ATOMIC_RELAXED);
 }
 
-// Computes the gradients of the paper's Section 3 from the sums of dz and of dz * (x - center).
+// Computes dgamma, dbeta and the coefficients of dx (Section 3 of the paper) from the sums of dz and of
+// dz * (x - center).
 static void finish(Call *c, i64 channel, double m, double first, double second, float *slope, float *level) {
     i64 all = c->shape.channels;
     const float *kept = c->kept + channel;
@@ -351,9 +352,9 @@ typedef struct {
     i64 from, to;
 } Range;
 
-// Returns the tasks of the calling thread. They are consecutive, so that threads do not write to the same cache lines.
-// They are the same in every pass, so that their values are still in the cache of the thread's core. OpenMP may start
-// fewer threads than requested.
+// Returns the tasks of the calling thread. A thread's tasks are consecutive, so that threads rarely write to the same
+// cache lines. These tasks are the same in every pass, so that their values may still be in the cache of the thread's
+// core. OpenMP may start fewer threads than requested.
 static Range share(const Call *c) {
     i64 thread = 0, team = 1;
     if (c->threads > 1) {
@@ -480,7 +481,8 @@ static void planes_forward(void *given) {
         }
         for (i64 k = 0; k < g.here; ++k) {
             double mean = rough[k * g.each], d = s.sums[k][0] / m;
-            keep(c, g.from + k, mean + d, fmax(s.sums[k][1] / m - d * d, 0)); // fmax drops NaN, but the mean keeps it
+            // fmax turns a NaN variance into 0. The mean is then not finite, so `keep` still marks the channel as bad.
+            keep(c, g.from + k, mean + d, fmax(s.sums[k][1] / m - d * d, 0));
         }
         for (i64 k = 0; k < g.here; ++k) spread_kept(c, &g, k, lines);
         for (i64 i = 0; i < g.matrices; ++i) write_out(c, matrix_of(f, &g, i), lines, WIDTH);
@@ -514,7 +516,7 @@ static void planes_backward(void *given) {
     }
 }
 
-// ---- rows: a block is a matrix of c->block rows and c->width columns ----
+// ---- rows: a block is a matrix of up to c->block rows and c->width columns ----
 // A row of the tensor is called a position. If there are few channels, a row of the matrix holds several positions.
 
 typedef struct {
@@ -541,7 +543,7 @@ static void spread_positions(const Call *c, float *columns) {
     for (i64 j = channels; j < c->width; j += channels) memcpy(columns + j, columns, channels * sizeof(float));
 }
 
-// Computes for each block the rough mean of each channel, and the sums of d and of d^2.
+// Computes for each block the rough mean of each channel, and the sums of d = x - rough and of d^2.
 static void rows_moments(void *given) {
     Call *c = given;
     i64 channels = c->shape.channels, w = c->width;
@@ -576,7 +578,7 @@ static void rows_write(void *given) {
     }
 }
 
-// Computes for each block the sums of dz and of dz * d.
+// Computes for each block the sums of dz and of dz * (x - center).
 static void rows_reduce(void *given) {
     Call *c = given;
     i64 channels = c->shape.channels, w = c->width;
@@ -717,9 +719,9 @@ int forward(
     return failed ? failed : c.bad;
 }
 
-// Writes dx, if `dx` is not null, and the gradients of gamma and beta. `dz` is required if `passed` is given, or if the
-// derivative of g takes more than two values; `dz` may be the same memory as `dx`. Returns 0 on success, -1 if out of
-// memory.
+// Writes dx, if `dx` is not null, and the gradients of gamma and beta. Also writes dz if `passed` is not null or the
+// derivative of g takes more than two values; `dz` is then required, and may be the same memory as `dx`. Returns 0 on
+// success, and -1 if out of memory.
 int backward(
     const Shape *given, i64 threads, const float *x, const float *dy, const float *residual, unsigned char *passed,
     const float *kept, float *dx, float *dz, float *dgamma, float *dbeta) {

@@ -1,7 +1,7 @@
 """Batch normalization for tensors without a fast kernel: several passes over memory, as one differentiable function.
 
-All buffers have x's shape and strides. Per-channel vectors are float64 numpy arrays, because a call runs many
-operations on them, and numpy has less overhead per operation than torch.
+All buffers have x's shape and strides. Per-channel vectors are numpy arrays, mostly in float64. A call runs many
+operations on these vectors, and numpy has less overhead per operation than torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ CONDITION = 16.0
 WIDTH = 1024
 # With fewer locations per plane than this, loops over the locations are too short to be fast.
 SHORT = 32
-# torch's norm of this many values has a relative error of about 1e-6; with 64 times as many values, it is about 1e-4.
+# Torch's norm of this many values has a relative error of about 1e-6. With 64 times as many values, the error is about
+# 1e-4.
 PIECE = 1 << 16
 
 _aten = torch.ops.aten
@@ -61,7 +62,7 @@ class BatchNormFunction(torch.autograd.Function):
         """Return y and the moments, and save what the backward pass needs."""
         dtype = statistics_dtype(x)
         wide = x.to(dtype)
-        with np.errstate(all="ignore"):  # let inf and NaN pass through
+        with np.errstate(all="ignore"):  # do not warn about inf and NaN
             mean, var = layout.moments(wide)
             shift = None
             if not (mean * mean <= CONDITION * (var + eps)).all():
@@ -193,7 +194,7 @@ def _plain_backward(ctx: Any, dy: Tensor | None, dmean: Tensor | None, dvar: Ten
 
 
 def derivative_needs(activation: Activation, dtype: torch.dtype) -> str | None:
-    """Return what g' is computed from: "y" if y = g(z) determines g' precisely, else "z"; None for the identity."""
+    """Return "y" if y = g(z) determines g'(z) precisely, "z" if z itself is needed, and None for the identity."""
     match activation.name:
         case "identity":
             return None
@@ -248,9 +249,9 @@ class _Dense(ABC):
 class Matrix(_Dense):
     """View memory as a matrix in which each column belongs to one channel; a row has the shape (period, C, run).
 
-    If the channels are adjacent (channels_last), ``run`` is 1, and a row holds ``period`` positions: several if there
-    are few channels, else one. In a contiguous tensor with few locations, ``run`` is the number of locations, and each
-    channel has ``run`` adjacent columns.
+    A position is one location of one example. If the channels are adjacent (channels_last), ``run`` is 1, and a row
+    holds ``period`` positions: several if there are few channels, else one. In a contiguous tensor with few locations,
+    ``run`` is the number of locations, and each channel has ``run`` adjacent columns.
     """
 
     period: int
@@ -321,7 +322,8 @@ class Planes(_Dense):
     def moments(self, x: Tensor) -> tuple[Vector, Vector]:
         """Return the channels' mean and variance; sums of x and x^2 over each plane are added up in float64.
 
-        The caller shifts x if the variance is small compared with mean^2, so E[x^2] - mean^2 keeps its precision.
+        If the variance is small compared with mean^2, E[x^2] - mean^2 loses precision; the caller then calls this
+        method again on a shifted x.
         """
         planes = self.view(x)
         m = planes.shape[0] * planes.shape[2]

@@ -1,4 +1,4 @@
-"""Torch's batch normalization kernel with an accuracy check, and activations of its output."""
+"""Torch's batch normalization kernel with an accuracy check, and activation functions to apply to its output."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CONDITION = 100.0
 IMAGE_ELEMENTS = 200_000
 # With fewer than VECTOR channels in channels_last, torch's kernel is the fastest up to this many elements.
 FEW_ELEMENTS = 16_000
-# torch's kernels vectorize over adjacent channels if there are at least this many.
+# Torch's kernels vectorize over adjacent channels if there are at least this many channels.
 VECTOR = 16
 # If the channels are adjacent, torch's kernels add rows one by one in float32. For values of the same sign, the
 # relative error of a sum over ROWS rows is about 1e-6, which is good enough for a mean. Over GRADIENT_ROWS rows, the
@@ -33,8 +33,8 @@ ROWS, GRADIENT_ROWS = 1 << 13, 1 << 18
 
 # Up to this many elements, a second buffer costs less than autograd's overhead for an in-place operation.
 SMALL = 1 << 14
-# In half precision, torch's ReLU widens one value at a time. From this many elements on, it takes longer than an
-# autograd function in Python (HalfRelu).
+# In half precision, torch's ReLU converts one value at a time to float32. From this many elements on, this ReLU takes
+# longer than an autograd function in Python (HalfRelu).
 LARGE_HALF = 1 << 20
 
 
@@ -49,7 +49,7 @@ def is_fast(x: Tensor) -> bool:
     if x.is_contiguous():
         if elements > shape[0] * channels:
             return half or elements <= IMAGE_ELEMENTS * min(channels, torch.get_num_threads())
-    elif not x.movedim(1, -1).is_contiguous() or (x.dim() == 3 and not half):  # torch's 3D kernel is slow here
+    elif not x.movedim(1, -1).is_contiguous() or (x.dim() == 3 and not half):  # torch's (N, C, L) kernel is slow here
         return False
     elif channels < VECTOR:
         return x.dim() > 3 and elements <= FEW_ELEMENTS
@@ -59,7 +59,7 @@ def is_fast(x: Tensor) -> bool:
 
 
 def run(call: Call, constant_moments: bool) -> tuple[Tensor, Moments] | None:
-    """Normalize by the batch's own statistics; return None if the result is inaccurate or not finite."""
+    """Normalize by the batch's own statistics; return None if the result may be inaccurate or not finite."""
     x, gamma, beta, eps, activation, residual, *_ = call
     dtype = statistics_dtype(x)
     channels = x.shape[1]
@@ -138,7 +138,7 @@ def apply_(activation: Activation, z: Tensor) -> Tensor:
 
 
 def for_fresh(activation: Activation, elements: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor] | None:
-    """Return a function that computes g(z) and may overwrite z; return None for the identity."""
+    """Return a function that computes g(z) and may overwrite z, or None for the identity."""
     if activation.name == "identity":
         return None
     if activation.name != "relu":
@@ -153,7 +153,7 @@ def _half_relu(z: Tensor) -> Tensor:
 
 
 class HalfRelu(torch.autograd.Function):
-    """Apply ReLU in place to float16 or bfloat16 by comparing bit patterns, since torch would widen each value first.
+    """Apply ReLU in place to float16 or bfloat16 by comparing bit patterns, without converting to float32.
 
     Read as int16, the bit patterns of +0 and of positive values are not negative. The patterns of negative values are
     at most the pattern of -inf. The patterns of NaNs with a sign bit are above the pattern of -inf.

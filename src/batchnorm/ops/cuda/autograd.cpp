@@ -2,8 +2,9 @@
 //
 // Python chooses the kernels for tensors of given shapes, strides and types, launches them the first time, and
 // describes the launches to this file (add_forward, add_backward). This file then handles later calls of the same kind:
-// it allocates the outputs, launches the kernels and records the gradient. Python handles calls that are unusual or not
-// yet described: for these, train_ returns None, and the operators call the functions that were passed to configure().
+// it allocates the outputs, launches the kernels and records the call for autograd. Python handles calls that are
+// unusual or not yet described: for these, train_ returns None, and the operators call the functions that were passed
+// to configure().
 
 #define PY_SSIZE_T_CLEAN
 #include <torch/csrc/autograd/custom_function.h>
@@ -31,7 +32,8 @@ using Optional = std::optional<Tensor>;
 using Triple = std::tuple<Tensor, Tensor, Tensor>;
 using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-// Set by configure(): functions of the CUDA driver and of torch's C interface, and Python functions to fall back on.
+// Set by configure(): functions of the CUDA driver and of torch's C interface, nn.Parameter, and Python functions to
+// fall back on.
 static int (*launch_kernel)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
 static int (*launch_cooperative)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**);
 static int (*stream_is_capturing)(void*, int*);
@@ -56,7 +58,7 @@ struct Launch {
   void* function;
   unsigned programs, threads, shared;
   bool cooperative;
-  std::string image;  // all arguments, concatenated; a launch overwrites the arguments listed in `writes`
+  std::string image;  // all arguments, concatenated; each launch copies them and overwrites the values in `writes`
   std::vector<int> offsets;  // the offset of each argument in the image
   std::vector<Write> writes;
 
@@ -160,7 +162,7 @@ struct Gradient {
 static bool is_aligned(const Tensor& t) { return !t.defined() || (reinterpret_cast<uintptr_t>(t.data_ptr()) & 15) == 0; }
 static const void* address(const Tensor& t) { return t.defined() ? t.data_ptr() : nullptr; }
 
-// Whether a tensor is absent, or on x's device and aligned.
+// Whether a tensor is absent, or on x's device and aligned to 16 bytes.
 static bool fits(const Tensor& t, const Tensor& x) {
   return !t.defined() || (t.get_device() == x.get_device() && is_aligned(t));
 }
@@ -178,7 +180,7 @@ static bool find_room(const Tensor& x, const Pass& pass, void*& stream, Room& ro
   return room.float_count >= pass.floats && room.word_count >= pass.words;
 }
 
-// Launches a pass's kernels; returns false if none was launched.
+// Launches a pass's kernels. Returns false if the first launch fails, and throws if a later launch fails.
 static bool launch_all(const Pass& pass, const Value* values, void* stream) {
   for (size_t k = 0; k < pass.launches.size(); ++k)
     if (!pass.launches[k](values, stream)) {
@@ -207,7 +209,7 @@ static bool are_ordinary(const Call& c) {
   return true;
 }
 
-// Returns y, the statistics and the bits; nullopt if Python has to handle the call.
+// Returns y, the statistics and the bits, or nullopt if Python has to handle the call.
 static std::optional<Triple> forward(const Call& c) {
   if (!are_ordinary(c)) return std::nullopt;
   const auto* pass = find(c.key());
@@ -236,7 +238,7 @@ static std::optional<Triple> forward(const Call& c) {
   return Triple{y, stats, bits};
 }
 
-// Returns dx, dgamma, dbeta and the residual's gradient; nullopt if Python has to handle the call.
+// Returns dx, dgamma, dbeta and the residual's gradient, or nullopt if Python has to handle the call.
 static std::optional<Four> backward(const Gradient& g) {
   const auto& x = g.x;
   if (!g.dy.defined() || x.dim() < 2 || x.dim() > MAX_DIMS || g.dy.sizes() != x.sizes()) return std::nullopt;
@@ -318,7 +320,7 @@ static c10::DispatchKeySet keys_of(const c10::Device& device) {
   return at::empty({0}, at::TensorOptions().device(device)).key_set();
 }
 
-// Whether all tensors are plain: on the device, and not subclasses, sparse or quantized.
+// Whether all tensors are plain: on this type of device, and not subclasses, sparse or quantized.
 static bool are_plain(const c10::Device& device, std::initializer_list<const Tensor*> tensors) {
   static const auto cpu = keys_of(c10::Device(c10::DeviceType::CPU));
   auto expected = cpu;
@@ -473,7 +475,7 @@ static Triple fused_kernel(
   return {d[0], d[1], d[2]};
 }
 
-// Whether the call is neither traced nor differentiated, for example because a compiled graph runs on real tensors.
+// Whether tracing and autograd can be skipped, for example because a compiled graph runs on real tensors.
 static bool is_final(const Tensor& x, const Optional& gamma, const Optional& beta, const Optional& residual) {
   if (!is_unseen() || x.key_set().has(c10::DispatchKey::Python)) return false;
   if (!at::GradMode::is_enabled()) return true;
@@ -623,7 +625,8 @@ static PyObject* add_backward(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-// set_room(device, stream, floats, count, words, count): sets a stream's workspace; the caller keeps the memory alive
+// set_room(device, stream, floats, float_count, words, word_count): sets a stream's workspace. The caller keeps the
+// memory alive.
 static PyObject* set_room(PyObject*, PyObject* args) {
   long long device, float_count, word_count;
   unsigned long long stream, floats, words;

@@ -1,9 +1,9 @@
 """Register the fused kernels as torch operators, for autograd and torch.compile.
 
-``fused`` normalizes a batch, ``fused_`` also updates the running averages, and ``fused_backward`` computes the
-gradients of either operator. The forward pass saves x, the parameters and eight numbers per channel. If there is a
-residual, it also saves one bit per element (relu, relu6, leaky_relu) or the residual itself (sigmoid, tanh, silu,
-hardswish).
+There are three operators: ``fused`` normalizes a batch, ``fused_`` also updates the running averages, and
+``fused_backward`` computes the gradients of both. The forward pass saves x, the parameters and eight numbers per
+channel. If a residual was added before an activation, the forward pass also saves one bit per element (relu, relu6,
+leaky_relu) or the residual itself (sigmoid, tanh, silu, hardswish).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from . import extension, inductor, launch, schedule
 from .layout import as_dense, empty_dense, find_geometry, geometry_of
 from .sign_bits import empty_bits, unpack
 
-# Each activation's code in the kernels, and what the backward pass needs if a residual was added: nothing (0), sign
-# bits (1) or the residual (2).
+# For each activation: its code in the kernels, and what its gradient needs if a residual was added. The gradient needs
+# nothing (0), the sign bits (1) or the residual (2).
 _CODES = {name: (code, 0 if name == "identity" else 1 if name in TWO_SLOPES else 2) for code, name in enumerate(NAMES)}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HAS_TRITON = find_spec("triton") is not None
@@ -66,7 +66,7 @@ _refusal = cache(_find_refusal)
 
 
 def describe(call: Call) -> str:
-    """Return which kernels run for a call."""
+    """Return which kernels run for a call, or just "a CUDA tensor" under torch.compile."""
     if is_compiling():
         return "a CUDA tensor"
     forward, backward = launch.paths(call)
@@ -75,7 +75,7 @@ def describe(call: Call) -> str:
 
 
 def train_(call: Call) -> Tensor | None:
-    """Return y and update the running averages with as little overhead as possible.
+    """Return the output y and update the running averages, with as little overhead as possible.
 
     Returns None, without updating anything, if the fast path does not apply. The moments are not returned,
     because creating tensors for them takes time.
@@ -123,7 +123,7 @@ def infer(call: Call, mean: Tensor, var: Tensor) -> Tensor | None:
 
 
 def run(call: Call) -> tuple[Tensor, Moments]:
-    """Normalize by the batch's statistics, and update the running averages (inside the kernels if possible)."""
+    """Return y and the batch's moments; update the running averages, if any (inside the kernels if possible)."""
     if call.running is not None and not _moves(call.running, call.x.shape[1:2]):
         y, moments = run(call._replace(running=None))
         moments = Moments(*(v.detach() for v in moments))
@@ -156,7 +156,7 @@ def _any_requires_grad(*tensors: Tensor | None) -> bool:
 
 
 def _moves(running: Kept, channels: torch.Size) -> bool:
-    """Return whether the kernels can update these averages: they must be dense and float32, with int64 counts."""
+    """Return whether the averages are contiguous float32 tensors of shape ``channels``, and the counts are int64."""
     mean, var, batches, skipped = running
     return (
         mean.dtype is torch.float32
@@ -173,7 +173,7 @@ def _moves(running: Kept, channels: torch.Size) -> bool:
 def _normalize(call: Call, *, alone: bool = False) -> tuple[Tensor, Tensor]:
     """Return y and the statistics.
 
-    ``alone`` means that the caller uses only y, and that it has already checked :func:`is_unseen`.
+    If ``alone``, the caller must ignore the second result, and must already have checked :func:`is_unseen`.
     """
     x, gamma, beta, eps, activation, residual, _, running, momentum = call
     if alone or is_unseen(x, gamma, beta, residual, *(running or ())):
@@ -191,7 +191,7 @@ def _normalize(call: Call, *, alone: bool = False) -> tuple[Tensor, Tensor]:
         rest = (*running, momentum, eps, *activation, False)
         y, stats, _ = torch.ops.batchnorm.fused_(x, gamma, beta, residual, *rest)
     if is_active():
-        kept = stats.detach()  # autograd's graph refers to the recipe, so the recipe must not refer to the graph
+        kept = stats.detach()  # avoid a reference cycle: autograd's graph will refer to the lambda below
         remember(y, lambda x, residual: launch.recompute(x, residual, kept, activation), x, residual)
     return y, stats
 
@@ -276,7 +276,8 @@ def _gradients(
         x = as_dense(x, y_stride)
     dgamma: Tensor | None
     dbeta: Tensor | None
-    if torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(dy):  # is_grads_batched=True
+    # The kernels do not support create_graph=True, which enables gradients here, or is_grads_batched=True.
+    if torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(dy):
         passes = None if bits is None else unpack(bits, x)
         call = Call(x, gamma, beta, eps, g, residual)
         dx, dgamma, dbeta, dresidual = composite.backward(call, dy, passes)
@@ -300,7 +301,7 @@ _apply: Any = super(torch.autograd.Function, _Fused).apply
 def _call_of(
     x: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None, *rest: Any
 ) -> tuple[Call, bool]:
-    """Build a Call from the arguments of the operators ``fused`` and ``fused_``."""
+    """Convert the arguments of the operators ``fused`` and ``fused_`` to a Call and ``keep_bits``."""
     *moved, eps, activation, slope, keep_bits = rest
     running, momentum = (tuple(moved[:4]), moved[4]) if moved else (None, None)
     return Call(x, gamma, beta, eps, Activation(activation, slope), residual, None, running, momentum), keep_bits
@@ -355,7 +356,7 @@ def _differentiable(op: Any, kernel: Any) -> Any:
 
 
 def _whole(kernel: Any) -> Any:
-    """Wrap a kernel to return an empty tensor if its last result is None: custom ops cannot return None."""
+    """Wrap a kernel so that its last result is an empty tensor instead of None: custom ops cannot return None."""
 
     def call(*args: Any) -> Any:
         *results, last = kernel(*args)
@@ -391,6 +392,6 @@ for _name, _function in zip(("fused", "fused_"), _autograd, strict=True):
 
 
 def _configure(module: Any) -> None:
-    """Give the extension the addresses of C functions, and the Python functions to fall back on."""
+    """Give the extension C function addresses, the activations' names, nn.Parameter and the Python fallbacks."""
     kernels = (_whole(_fused), _whole(_fused), _whole(launch.backward))
     module.configure(*extension.addresses(), NAMES, torch.nn.Parameter, _gradients, *kernels, *_autograd)

@@ -89,7 +89,7 @@ def is_tuned(device: torch.device) -> bool:
 
 @cache
 def processors(device: torch.device) -> int:
-    """Return the number of multiprocessors of a device; an arbitrary number if the kernels are interpreted."""
+    """Return a device's number of multiprocessors, or an arbitrary number on the CPU, where kernels are interpreted."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
@@ -153,7 +153,7 @@ def inference_pass(
 
     g = find_geometry(shape, stride)
     inner = 1 if g is None or g.nhwc else g.width  # how many adjacent elements share a channel
-    if g is None or g.channels * inner > 2**31 - BLOCK:  # the kernel's offsets within an example are 32-bit
+    if g is None or g.channels * inner > 2**31 - BLOCK:  # C * inner + BLOCK must fit in the kernel's int32
         return None
     strides = dense_strides(g, shape)
     programs = up(shape.numel(), BLOCK)

@@ -22,7 +22,7 @@ _REFUSALS = (701, 720, 801)
 
 
 class Refused(RuntimeError):
-    """Raised if a device cannot run a launch, for example because another process uses a part of the device."""
+    """Raised if a device cannot run a launch, for example because too few of its programs can run at the same time."""
 
 
 Launcher = Callable[[int, Any, int], None]  # takes the number of programs, pointers to the arguments, and the stream
@@ -33,7 +33,7 @@ class Arguments:
 
     Args:
         fields: one field per argument: a string of :mod:`struct` format characters if the argument changes from launch
-            to launch, else its value as a :mod:`ctypes` object.
+            to launch, else the argument's value as a :mod:`ctypes` object.
 
     >>> arguments = Arguments("P", ctypes.c_int(7), "f")
     >>> arguments.launch(lambda programs, pointers, stream: print(programs, len(pointers)), 4, (0, 0.5), 0)
@@ -55,7 +55,7 @@ class Arguments:
         self._lock = Lock()  # two threads may launch the same kernel
 
     def layout(self, values: tuple[Any, ...]) -> tuple[bytes, list[int], list[tuple[int, str]]]:
-        """Return all arguments as bytes, their offsets, and the offset and kind of each argument that changes."""
+        """Return all arguments as bytes, each argument's offset, and each changing value's offset and struct format."""
         image = bytearray(struct.pack(self._form, *values))
         starts, begun = [], ""
         for field in self._fields:
@@ -86,7 +86,7 @@ class Kernel:
     Args:
         function: the kernel's handle.
         threads: threads per program; "program" is Triton's word for a thread block.
-        shared: bytes of shared memory.
+        shared: bytes of dynamic shared memory per program.
         device: the device index.
         cooperative: whether all programs must run at the same time; if they cannot, the launch fails.
     """
@@ -127,8 +127,8 @@ class Launch(NamedTuple):
     def described(self, slots: Iterable[int | None]) -> tuple[Any, ...]:
         """Describe the launch for autograd.cpp.
 
-        For each argument that changes, ``slots`` has the index of its value in the array ``values`` of autograd.cpp, or
-        None if the extension should leave the argument as it is.
+        For each value that changes from launch to launch, ``slots`` has the value's index in the array ``values`` of
+        autograd.cpp. An index of None means that the extension reuses the value of this launch.
         """
         k = self.kernel
         image, starts, changing = self.arguments.layout(self.values)
@@ -150,6 +150,7 @@ def load(
     Raises:
         RuntimeError: if the file does not compile (the message contains the compiler's log), or if the driver cannot
             load the kernel.
+        OSError: if the driver or NVRTC cannot be loaded; see :func:`unavailable`.
     """
     driver = library()
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
@@ -171,7 +172,7 @@ def unavailable() -> str | None:
 
 
 def _compile(file: Path, definitions: tuple[tuple[str, int], ...]) -> bytes:
-    """Compile a file for the current device, unless the user's cache folder has the result."""
+    """Compile a file for the current device, or read the compiled code from the user's cache folder."""
     source = file.read_bytes()
     major, minor = torch.cuda.get_device_capability()
     options = [f"--gpu-architecture=sm_{major}{minor}", *(f"-D{name}={value}" for name, value in definitions)]

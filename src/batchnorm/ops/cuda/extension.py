@@ -1,6 +1,6 @@
 """Build autograd.cpp, an extension that runs ordinary training calls without Python.
 
-Compiling takes about half a minute, so it runs in the background, and the result is cached. Until the extension is
+Compiling takes about half a minute, so a background thread compiles, and the result is cached. Until the extension is
 loaded, and on machines without a compiler, autograd.py and launch.py do the same work.
 """
 

@@ -1,4 +1,4 @@
-// Write a value to every 32-bit word of a buffer; launched by graph_memsets.py. Each thread writes one word.
+// Writes a value to every 32-bit word of a buffer. Each thread writes one word. graph_memsets.py launches this kernel.
 extern "C" __global__ void fill(unsigned int* to, unsigned long long words, unsigned int value) {
   const unsigned long long i = blockIdx.x * static_cast<unsigned long long>(blockDim.x) + threadIdx.x;
   if (i < words) to[i] = value;

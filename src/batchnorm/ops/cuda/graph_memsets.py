@@ -1,6 +1,6 @@
-"""Replace the memsets in a captured CUDA graph by kernels.
+"""Replace the memsets in a captured CUDA graph with kernels.
 
-cuDNN clears a counter of four bytes before many convolutions. In a graph, kernels wait longer for a memset than for
+cuDNN clears a four-byte counter before many convolutions. In a graph, kernels wait longer for a memset than for
 another kernel, so it is faster to clear the counter with a kernel.
 """
 
@@ -36,7 +36,7 @@ class _Memset(ctypes.Structure):
     ]
 
     def words(self) -> int | None:
-        """Return the number of 32-bit words to fill; None if fill.cu cannot replace the memset."""
+        """Return the number of 32-bit words to fill, or None if fill.cu cannot replace the memset."""
         count = int(self.width) * int(self.size)
         plain = self.height == 1 and count % 4 == 0 and self.address % 4 == 0
         return count // 4 if plain and count and (self.size == 4 or self.value == 0) else None
@@ -60,9 +60,9 @@ class _Kernel(ctypes.Structure):
 def replace_memsets(graph: int) -> int:
     """Replace memsets in a captured graph that is not instantiated yet, and return how many were replaced.
 
-    A memset is not replaced if it is two-dimensional, does not fill whole 32-bit words with one value, or has
-    programmatic dependencies. If the graph allocates or frees memory, no memset is replaced, because the driver does
-    not remove nodes from such a graph.
+    A memset is replaced only if it is one-dimensional, fills aligned 32-bit words with zeros or with one 32-bit value,
+    and has no programmatic dependencies. If the graph allocates or frees memory, no memset is replaced, because the
+    driver does not remove nodes from such a graph.
 
     Args:
         graph: the graph's handle, from ``torch.cuda.CUDAGraph.raw_cuda_graph``.
@@ -72,7 +72,7 @@ def replace_memsets(graph: int) -> int:
     if any(kind in _MEMORY for kind in kinds.values()):
         return 0
     replaced = 0
-    # Replace the last memset first, so that a memset before it can get the priority of the new kernel.
+    # Replace the last memset first, so that a memset right before it gets the priority of the new kernel.
     for node in (node for node, kind in reversed(kinds.items()) if kind == _MEMSET):
         memset = _Memset()
         driver.check(run.cuGraphMemsetNodeGetParams(c_void_p(node), byref(memset)))
@@ -106,7 +106,7 @@ def _fill(device: int) -> int:
 
 
 def _nodes(query: Any, of: int) -> list[int] | None:
-    """Return the nodes that a function of the driver lists; None if some dependencies are programmatic."""
+    """Return the nodes that the driver function ``query`` lists, or None if some dependencies are programmatic."""
     count = c_size_t()
     result = query(c_void_p(of), None, byref(count))
     found = (c_void_p * count.value)()
@@ -125,7 +125,7 @@ def _kind(node: int) -> int:
 
 
 def _priority(nodes: list[int]) -> int:
-    """Return the highest priority (the lowest number) of the kernels among ``nodes``; 0 if no node is a kernel."""
+    """Return the highest priority (the lowest number) of the kernels among ``nodes``, or 0 if no node is a kernel."""
     found = [0]
     for node in nodes:
         if _kind(node) == _KERNEL:

@@ -1,7 +1,8 @@
-"""Normalize several layers in one launch; all tensors are channels last and have the same number of rows.
+"""Normalize the inputs of several layers together; all tensors are channels last and have the same number of rows.
 
-An input, an output or a gradient may be a slice of the channels of a larger tensor. So no copy is needed to concatenate
-the layers' outputs. If a convolution's output is split among layers, no copy is needed for its gradient either.
+An input, an output or a gradient may be a slice of the channels of a larger tensor. So the layers can write their
+outputs into one concatenated tensor without a copy. If the inputs are slices of one convolution's output, the layers
+can also write the gradient of that output without a copy.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def forward(
 
 
 def _is_large(x: Tensor, channels: Sequence[int]) -> bool:
-    """Return whether launching one layer at a time is faster, because the inputs of all layers do not fit on chip."""
+    """Return whether launching one layer at a time is faster, because all inputs together do not fit on chip."""
     return x.is_cuda and x.numel() // x.shape[1] * sum(channels) * x.element_size() > ONE_BY_ONE
 
 
@@ -123,7 +124,7 @@ def backward(
     activation: Activation,
     way: Tiling | Residence | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Write the gradients ``dxs``; return each layer's gradients of gamma and of beta."""
+    """Write the gradients ``dxs``; return two lists, the layers' gradients of gamma and those of beta."""
     dys = [dy if _takes_rows(dy, x) else _dense(dy) for dy, x in zip(dys, xs, strict=True)]
     sizes, code = _sizes(xs, dxs, dys), NAMES.index(activation.name)
     plan = _plan(sizes, xs[0].device, True, way)
@@ -175,10 +176,10 @@ def _launch_resident(
     scalars: tuple[float, ...],
     code: int,
 ) -> bool:
-    """Run resident.cu; return whether the device accepted the launch.
+    """Launch a kernel of resident.cu, and return whether the device accepted the launch.
 
-    ``each`` lists the tensors that are separate for each layer; ``shared`` lists the tensors of which each layer uses a
-    part.
+    ``each`` has lists of one tensor per layer. ``shared`` has tensors of which each layer uses a part, and each such
+    tensor's number of floats per channel.
     """
     x = each[0][0]
     assert x is not None

@@ -1,9 +1,9 @@
 """Let torch.compile recompute the output of the fused kernels in a backward pass, instead of keeping it.
 
-The partitioner of AOTAutograd decides which tensors a compiled forward pass keeps. It recomputes elementwise operations
-where that saves memory, but it knows nothing about this library's operators. For example, in y * gate, as in
-squeeze-and-excitation, the gate's gradient needs y. The forward pass keeps x and the statistics anyway, and y can be
-recomputed from them.
+The partitioner of AOTAutograd decides which tensors a compiled forward pass keeps for the backward pass. The
+partitioner recomputes elementwise operations where that saves memory, but it knows nothing about this library's
+operators. For example, in y * gate, as in squeeze-and-excitation, the gate's gradient needs y. The forward pass keeps x
+and the statistics anyway, and y can be recomputed from them.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _is_plain(node: fx.Node) -> bool:
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
-    """Return the arguments of a fused forward pass by name; an empty dict for other nodes."""
+    """Return the arguments of a fused forward pass by name, or an empty dict for other nodes."""
     if node.op != "call_function" or not node.args:
         return {}
     if str(node.target) in _FUSED:
@@ -74,7 +74,7 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
 def _recompute(graph: fx.Graph, fused: fx.Node, backward: set[fx.Node]) -> bool:
     """Make the backward pass read a recomputed y, and return whether this was possible.
 
-    It is possible if only elementwise operations of the backward pass read y.
+    This is possible if the backward pass reads y, and reads it only in elementwise operations.
     """
     parts = {user.args[1]: user for user in fused.users if user.target is operator.getitem}
     if 0 not in parts or 1 not in parts:

@@ -1,4 +1,4 @@
-"""Run the fused kernels on tensors: allocate outputs, launch, and describe the launches to the extension."""
+"""Run the fused kernels on tensors: allocate outputs, launch, and describe the launches to autograd.cpp."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ Launches = list[tuple[Any, ...] | None]  # descriptions of launches for autograd
 def forward(
     call: Call, keep_bits: bool = False, way: Tiling | Residence | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return y, the statistics (STATS, C) and, if ``keep_bits``, the bits that say where the derivative of g is 1."""
+    """Return y, the statistics (STATS, C) and the sign bits, and update the running averages, if any.
+
+    The sign bits are None unless ``keep_bits``.
+    """
     x, gamma, beta, eps, (activation, slope), residual, _, running, momentum = call
     _check_devices(x, gamma, beta, residual, running)
     g, strides, dense, r, _, launches, resident_room, room = pass_of(x, False, residual is not None, way)
@@ -117,7 +120,7 @@ def backward(
 
 
 def recompute(x: Tensor, residual: Tensor | None, stats: Tensor, activation: Activation) -> Tensor:
-    """Recompute y, bit for bit, from x and the statistics, with the second of the two "stream" launches."""
+    """Recompute y, bit for bit, from x, the residual and the statistics, with the second "stream" launch."""
     p = _streaming(x, residual is not None)
     y = x.new_empty_strided(x.shape, p.strides)
     residual = None if residual is None else as_dense(residual, p.strides)
@@ -128,7 +131,7 @@ def recompute(x: Tensor, residual: Tensor | None, stats: Tensor, activation: Act
 
 
 def statistics(call: Call) -> Tensor:
-    """Return a batch's statistics and update the running averages, with the first of the two "stream" launches."""
+    """Return a batch's statistics and update the running averages, if any, with the first "stream" launch."""
     x, gamma, beta, eps, (activation, slope), *_, running, momentum = call
     p = _streaming(x, False)
     stats = x.new_empty((STATS, p.geometry.channels), dtype=torch.float32)
@@ -164,7 +167,7 @@ def normalize(call: Call, mean: Tensor, var: Tensor) -> Tensor | None:
 
 
 def weaves_bits(call: Call, g: Geometry) -> bool:
-    """Return whether :func:`forward` returns woven bits (see sign_bits.py); their shape depends on it."""
+    """Return whether :func:`forward` returns woven bits, which are a 2D tensor (see sign_bits.py)."""
     able = resident.runs_on(call.x.device) and _are_resident(call.x, call.gamma, call.beta, call.residual)
     return able and resident.weaves(g, call.x.element_size(), False, True)
 
@@ -181,7 +184,7 @@ def paths(call: Call) -> tuple[str, str]:
         return ahead.tiling.path, back.tiling.path
     typed, r = _are_resident(x, gamma, beta, residual), back.residence
     # resident.cu's backward pass needs x and the residual's gradient in the same dtype; the gradient has the residual's
-    # dtype. If the pass is woven (r.plane > 0), it also needs woven bits, which only resident.cu's forward pass writes.
+    # dtype. A woven backward pass (r.plane > 0) also needs woven bits, which `forward` returns only if `typed` is true.
     fits = _of_one_type(x, residual) and (typed or r is None or not r.plane)
     # A residual that is not dense is copied, and the copy is aligned.
     aligned = residual is None or resident.takes(residual) or not is_dense(residual, ahead.strides)
@@ -192,7 +195,7 @@ def paths(call: Call) -> tuple[str, str]:
 
 
 def _teach(launches: Launches, tensors: Tensors, add: Callable[..., None], *description: Any) -> None:
-    """Describe a pass to the extension, so that the extension can repeat it.
+    """Describe a pass to the extension, so that the extension can repeat the pass.
 
     Nothing is described if Triton's own launcher ran, a tensor is unaligned or a CUDA graph is being captured.
     """
@@ -214,7 +217,7 @@ def _launch_resident(
     r: Residence,
     dy_stride: int,
 ) -> driver.Launch | None:
-    """Run resident.cu; return None if the device refuses the launch."""
+    """Launch a kernel of resident.cu; return the launch, or None if the device refused it."""
     index = x.get_device()
     kernel, arguments = resident.prepared(name, x.dtype, activation, residual, g, r, dy_stride, index)
     stream = torch._C._cuda_getCurrentRawStream(index) if index >= 0 else 0
@@ -229,7 +232,7 @@ def _launch_resident(
 def _check_devices(
     x: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None, others: tuple[Tensor, ...] | None
 ) -> None:
-    """Raise if a tensor is not on x's device: kernels get bare addresses, so they cannot check the device."""
+    """Raise ValueError if a tensor is not on x's device: kernels get bare addresses and cannot check the device."""
     device = x.get_device()
     for t in (gamma, beta, residual, *(others or ())):
         if t is not None and t.get_device() != device:

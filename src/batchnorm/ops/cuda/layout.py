@@ -35,7 +35,7 @@ def geometry_of(x: Tensor) -> Geometry | None:
 
 
 def _collapse(shape: tuple[int, ...], stride: tuple[int, ...]) -> int | None:
-    """Return the stride after flattening these dimensions into one; None if not possible, 0 for a single value."""
+    """Return the stride after flattening these dimensions into one (0 for a single value), or None if impossible."""
     expected = step = 0
     for size, s in zip(reversed(shape), reversed(stride), strict=True):
         if size == 1:
@@ -51,7 +51,7 @@ def _collapse(shape: tuple[int, ...], stride: tuple[int, ...]) -> int | None:
 
 
 def find_geometry(shape: tuple[int, ...], stride: tuple[int, ...]) -> Geometry | None:
-    """Return the geometry of tensors of this shape and stride; see :func:`geometry_of`."""
+    """Return the geometry of tensors of this shape and stride, or None if the kernels do not support them."""
     n, c, *locations = shape
     width = 1
     for size in locations:
@@ -72,7 +72,7 @@ _geometry = cache(find_geometry)
 
 
 def row_stride(x: Tensor) -> int:
-    """Return the stride between the rows of a channels-last tensor; a row holds the channels of one pixel.
+    """Return the stride between the rows of a channels-last tensor; a row is one location of one example.
 
     Raises:
         ValueError: if the tensor is not channels last.
@@ -113,7 +113,7 @@ def as_dense(t: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 
 def vector(geometry: Geometry, itemsize: int) -> int:
-    """Return how many adjacent values of a channels-first tensor one access can load."""
+    """Return how many adjacent values of a channels-first tensor a kernel loads in one access."""
     v = gcd(gcd(geometry.width, geometry.stride), gcd(geometry.plane, 16 // itemsize))
     while geometry.width // v < 2:
         v //= 2
@@ -121,7 +121,7 @@ def vector(geometry: Geometry, itemsize: int) -> int:
 
 
 def magic_of(divisor: int) -> tuple[int, int]:
-    """Return m and s with n // divisor == (n * m >> 32) >> s for n < 2^31 (Granlund & Montgomery).
+    """Return m and s so that n // divisor == (n * m >> 32) >> s, if n < 2^31 and divisor > 1 (Granlund & Montgomery).
 
     >>> m, s = magic_of(7)
     >>> (100 * m >> 32) >> s

@@ -4,9 +4,9 @@
 // computing the slice's sums and before writing its outputs.
 //
 // The values of a slice are divided into parts. A program processes one part of one slice, then the same part of
-// another slice. Each thread copies its own 16-byte vectors into shared memory, so no thread waits for another thread's
-// vectors. Vectors that do not fit are read twice, the second time from the L2 cache if they are still there. The
-// mathematics, the rows of `stats`, the barriers and the running averages are the same as in forward.py, backward.py,
+// its next slice, if any. Each thread copies its own 16-byte vectors into shared memory, so no thread waits for another
+// thread's vectors. Vectors that do not fit are read twice, the second time from the L2 cache if they are still there.
+// The formulas, the rows of `stats`, the barriers and the running averages are the same as in forward.py, backward.py,
 // barrier.py and running.py in triton/.
 //
 // There are three variants:
@@ -18,6 +18,7 @@
 //   a vector may hold values of two channels.
 //
 // These macros are defined when the file is compiled:
+// - FORWARD or BACKWARD: which pass to compile
 // - KIND: 0 bfloat16, 1 float16, 2 float32
 // - LAST: whether the layout is channels last
 // - PLANE: if WOVEN, the number of a channel's locations in one example, else 0
@@ -26,7 +27,7 @@
 // - THREADS: threads per program; SV: see above; K: vectors of each tensor that a thread keeps on chip
 // - EACH: programs per multiprocessor
 // - LAYERS: the number of layers in the launch; their tensors are channels last and all have the same number of rows.
-//   If LAYERS is 0, there is a single layer, whose tensors are passed as separate arguments
+//   If LAYERS is 0, there is a single layer, whose tensors are passed as separate arguments.
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -322,7 +323,7 @@ struct Walk {
 
     // Returns the offset of the byte that holds a vector's sign bits. The bits are in the order of sign_bits.py: rows
     // of C bits (channels last) or channels of units * V bits (channels first), each rounded up to whole bytes. If
-    // WOVEN, they are in the order of y.
+    // WOVEN, the bits are in the order of y.
     __device__ __forceinline__ i64 of_bits(const Shape& s, int i) const {
 #if LAST
         return (i64)(first + i * step) * ((s.C + 7) / 8) + (slice * SV + column) * V / 8;
@@ -334,8 +335,8 @@ struct Walk {
     }
 };
 
-// Stores a vector's sign bits. A float32 vector has only four bits, so two neighbouring threads share a byte;
-// resident.py makes sure that the number of vectors is even.
+// Stores a vector's sign bits. A float32 vector has only four bits, so two neighboring threads share a byte;
+// resident.py makes sure that each row or channel has an even number of vectors.
 __device__ __forceinline__ void store_bits(unsigned char* to, u32 bits) {
 #if V == 8
     *to = bits;
@@ -355,8 +356,8 @@ __device__ __forceinline__ u32 load_bits(const unsigned char* from) {
 
 // ---- barriers: see barrier.py ----
 
-// Returns the barrier's side, its highest bit. This bit may be read early, because it cannot change before this program
-// arrives.
+// Returns the highest bit of the barrier's word (0 in all threads except thread 0). This bit may be read early, because
+// it cannot change before this program arrives.
 __device__ __forceinline__ u32 side_of(const u32* word) { return threadIdx.x == 0 ? glance(word) & 0x80000000u : 0; }
 
 __device__ __forceinline__ void meet(u32* word, u32 side, int part, int parts) {
@@ -583,9 +584,9 @@ struct Running {
 };
 
 // Each of the first W threads updates one channel's running averages. The last warp to finish counts the batch. If a
-// channel was not finite, this warp restores all averages and counts the batch as skipped instead. go() returns the
-// number of finished warps, plus 1 << 16 for each warp with a channel that is not finite. Only finish() reads this
-// number, so no code before finish() waits for the atomic operation.
+// channel's mean or variance was not finite, this warp restores all averages and counts the batch as skipped instead.
+// In a warp's first thread, go() returns the number of finished warps, plus 1 << 16 for each of these warps that has a
+// non-finite channel. Only finish() reads this number, so no code before finish() waits for the atomic operation.
 struct Move {
     float old_mean, old_var, factor;
 
@@ -630,10 +631,10 @@ struct Move {
 };
 #define MOVERS ((W + 31) / 32)  // warps that update averages
 
-// A value near the mean is subtracted from all values before they and their squares are summed: if the mean is large,
-// E[x^2] - E[x]^2 loses all precision. The subtracted value is the mean of a few units spread over the tensor, so it is
-// the same in all parts. The first SAMPLES * SV threads (if units are rows) or SAMPLES threads (if units are vectors of
-// a channel) read these units.
+// A value near the channel's mean is subtracted from all values before they are squared and summed, because
+// E[x^2] - E[x]^2 loses all precision if the mean is large. The subtracted value is the mean of a few units that are
+// spread over the tensor, and is the same in all parts. The first SAMPLES * SV threads (if units are rows) or SAMPLES
+// threads (if units are vectors of a channel) read these units.
 #if LAST
 #define SAMPLES (2 * WARPS < BLOCK ? 2 * WARPS : BLOCK)
 #elif WOVEN
@@ -695,8 +696,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
     __shared__ float shared_base[W], shared_scale[W], shared_offset[W];
     const u64 policy = evict_first();
     const int parts = layers.at[0].shape.parts, slices = layers.slices(), groups = gridDim.x / parts;
-    // Neighbouring programs process the same rows of neighbouring slices, so together they read long contiguous pieces
-    // of memory.
+    // Neighboring programs process the same rows of neighboring slices. In a channels-last tensor, they therefore read
+    // long contiguous pieces of memory together.
     const int group = blockIdx.x % groups, part = blockIdx.x / groups;
 
     int all_slice = group, slice = group;

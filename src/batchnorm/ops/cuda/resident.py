@@ -71,7 +71,10 @@ class Residence(NamedTuple):
 def make(
     g: Geometry, itemsize: int, tensors: int, processors: int, threads: int, each: int, lanes: int, parts: int
 ) -> Residence:
-    """Plan a launch with at most ``parts`` parts that keeps as much as possible of ``tensors`` tensors on chip."""
+    """Plan a launch that keeps as much of each tensor on chip as fits.
+
+    ``tensors`` is the number of tensors to keep on chip, and ``parts`` is the maximum number of parts per slice.
+    """
     v = WIDTH // itemsize
     plane = 0
     if g.nhwc:
@@ -115,13 +118,13 @@ def choose(g: Geometry, itemsize: int, backward: bool, residual: bool, processor
 def _of_planes(
     g: Geometry, itemsize: int, backward: bool, residual: bool, processors: int, tensors: int
 ) -> Residence | None:
-    """Choose the launch for a channels-first tensor."""
+    """Choose the launch for a channels-first tensor whose channels fill whole vectors."""
     megabytes, channel = megabytes_of(g, itemsize), g.rows * itemsize
     # Whether one program per channel fits on the device, but only with two programs per multiprocessor.
     at_once = processors < g.channels <= 2 * processors
 
     def plan(threads: int, each: int, parts: int = 0) -> Residence:
-        """Plan a launch with at most this many parts; by default, with as many as fill the device."""
+        """Plan a launch with at most ``parts`` parts per channel; 0 means as many parts as fill the device."""
         parts = parts or max(1, processors * each // g.channels)
         return make(g, itemsize, tensors, processors, threads, each, 1, min(parts, processors * each))
 
@@ -187,7 +190,7 @@ def _of_rows(
 def choose_layers(
     g: Geometry, channels: tuple[int, ...], strides: tuple[int, ...], itemsize: int, backward: bool, processors: int
 ) -> Residence | None:
-    """Choose the launch for several layers; ``g`` is the geometry of all their channels together.
+    """Choose the launch for one or more channels-last layers; ``g`` is the geometry of all their channels together.
 
     Returns None if other kernels are faster or resident.cu does not support these channels and strides.
     """
@@ -216,7 +219,7 @@ def _in_rounds(g: Geometry, channels: tuple[int, ...], itemsize: int, processors
     if not 2 <= groups < slices or slices / (up(slices, groups) * groups) < 0.9:
         return None
     if all(c * itemsize % (8 * WIDTH) == 0 for c in channels):
-        return None  # slices of 8 vectors are faster then, although some values are read twice
+        return None  # slices of 8 vectors are faster, although some values are read twice
     r = make(g, itemsize, 2, processors, threads, 1, lanes, processors // groups)
     return r._replace(slices=slices, groups=groups)
 
@@ -235,8 +238,8 @@ def _of_layers(
     least = (1 if residual else 3) if backward else (3 if residual else 6)
     if megabytes < least or megabytes > (250 if plain else 200):
         return None
-    # Wide slices use full memory bursts; with narrow slices, fewer programs share a barrier. Choose the widest
-    # allowed slice that leaves few threads idle.
+    # Wide slices use full memory bursts; with narrow slices, fewer programs share a barrier. Choose the widest allowed
+    # slice that leaves few threads idle, or `wide` if every width leaves many threads idle.
     narrow = megabytes < (30 if plain else 10 if backward and residual else 16)
     vectors = [c * itemsize // WIDTH for c in channels]
     if megabytes > 50 and any(n % 8 for n in vectors) and not plain:
@@ -277,7 +280,7 @@ def woven_lanes(g: Geometry, itemsize: int, residual: bool) -> int | None:
     vectors also fill whole bytes.
 
     >>> from .layout import geometry_of
-    >>> woven_lanes(geometry_of(torch.empty(2, 64, 7, 7)), 2, False)  # 8 channels of 49 are 49 vectors of 8
+    >>> woven_lanes(geometry_of(torch.empty(2, 64, 7, 7)), 2, False)  # 8 channels of 49 values fill 49 vectors of 8
     49
     """
     v = WIDTH // itemsize

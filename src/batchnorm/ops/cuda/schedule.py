@@ -11,11 +11,11 @@ from .layout import Geometry, vector
 MEANING = (
     "resident and once: one launch, which reads x once if x fits on chip; stream: two launches, which read x twice"
 )
-# Up to this many parts per slice, every program merges the sums of all parts itself. With more parts, the last program
-# to arrive merges the sums for the others.
+# In the "once" path with up to this many parts per slice, every program merges the sums of all parts itself. With more
+# parts, the last program to arrive merges the sums for all programs.
 MERGED_BY_ALL = 64
-# The number of launches with barriers that fit on the GPU at the same time; 0 disables such launches. The default suits
-# a network that trains on one or two streams. Set BATCHNORM_LAUNCHES_AT_ONCE to 0 if other processes use the GPU: how
+# How many launches with barriers must fit on the GPU at the same time; 0 disables such launches. The default suits a
+# network that trains on one or two streams. Set BATCHNORM_LAUNCHES_AT_ONCE to 0 if other processes use the GPU: how
 # many multiprocessors they leave free is unknown, and programs that wait for each other could deadlock.
 AT_ONCE = int(os.environ.get("BATCHNORM_LAUNCHES_AT_ONCE", "2"))
 # The numbers of tiles that a program can hold in registers; a kernel is compiled for each number that is used.
@@ -47,7 +47,10 @@ class Tiling(NamedTuple):
 
     @property
     def tree(self) -> bool:
-        """Whether parts are merged in two steps: first in groups of up to 32 parts, then the groups."""
+        """Whether parts are merged in two steps: first in groups of up to 32 parts, then the groups.
+
+        The "once" path ignores this up to MERGED_BY_ALL parts, because every program then merges all parts itself.
+        """
         return self.parts > 32
 
     @property
@@ -57,7 +60,10 @@ class Tiling(NamedTuple):
 
     @property
     def words(self) -> int:
-        """The number of int32 counters: one for tickets, one for finished slices, and 1 per slice (33 for a tree)."""
+        """The number of int32 counters: one for tickets, one for finished slices, and those of the slices.
+
+        A slice has 1 counter, or 33 for a tree, or none if one program processes the whole slice.
+        """
         return 2 if self.alone else 2 + self.slices * (33 if self.tree else 1)
 
     def second(self, units: int) -> Tiling:
@@ -96,9 +102,11 @@ def make(
     steps: int = 4,
     ticket: bool = True,
 ) -> Tiling:
-    """Make a tiling with ``tile`` elements per tile, at most ``tiles`` tiles in registers and about ``parts`` parts.
+    """Make a tiling with about ``tile`` elements per tile.
 
-    In channels-last tensors, a slice has ``lanes`` channels.
+    The path "once" has about ``parts`` parts, or more if a part would otherwise have more than ``tiles`` tiles. The
+    path "stream" has at most ``parts`` parts, and at most 1024. In channels-last tensors, a slice has ``lanes``
+    channels.
     """
     if geometry.nhwc:
         V = lanes
@@ -167,7 +175,7 @@ def once(g: Geometry, itemsize: int, tensors: int, way: Way, processors: int) ->
     running = processors * 16 // way.warps
     room = running // AT_ONCE if AT_ONCE else 0
     p = make(g, itemsize, "once", tile, min(tiles, HELD[-1]), 1, way.lanes, way.warps, 128)
-    if p.parts > max(room, 1):  # a single part never waits
+    if p.parts > max(room, 1):  # a program that is alone on its slice never waits
         return None
     beside = max(1, min(room // p.parts, p.slices))
     return p._replace(beside=beside, ticket=p.parts * p.slices > min(running // 4, room))

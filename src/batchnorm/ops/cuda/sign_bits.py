@@ -1,6 +1,7 @@
-"""Sign bits: one bit per element that says whether g'(z) is 1, saved for the backward pass if a residual was added.
+"""Sign bits: one bit per element that says whether the activation's derivative is 1.
 
-For relu and leaky_relu, g'(z) is 1 if z > 0; for relu6, if 0 < z < 6; see ``passes`` in triton/tile.py.
+The forward pass saves these bits if a residual was added before relu, leaky_relu or relu6. With z = BN(x) + residual,
+the derivative is 1 if z > 0 (relu, leaky_relu) or if 0 < z < 6 (relu6). For NaN, see ``passes`` in triton/tile.py.
 
 Bits are stored in one of two orders. A 1D tensor holds the bits of each row (channels last) or channel (channels
 first), padded to whole bytes. A 2D tensor, called woven, holds one row of bits per example, in the order of a dense x.
@@ -46,7 +47,7 @@ def unpack(bits: Tensor, x: Tensor) -> Tensor:
 
 
 def rearrange(bits: Tensor, x: Tensor, woven: bool) -> Tensor:
-    """Return the bits of a channels-first ``x`` in the requested order, converted with torch operations."""
+    """Return the bits of a channels-first ``x`` in the requested order; torch operations convert them if necessary."""
     if is_woven(bits) == woven:
         return bits
     each = unpack(bits, x).to(torch.uint8)

@@ -22,8 +22,8 @@ class TritonLaunch:
     """Launch a Triton kernel on tensors of one geometry.
 
     Triton inspects every argument to find the code that it compiled for such arguments, and runs more Python code
-    around each launch. This takes longer than the launch itself. Triton's choice of code depends only
-    on this object's attributes and on the key in ``__call__``, so this object caches the code by that key.
+    around each launch. This overhead takes longer than the launch itself. Triton's choice of code depends only on this
+    object's attributes and on the key in ``__call__``, so this object caches the code by that key.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class TritonLaunch:
         return run
 
     def _past_triton(self, compiled: Any, absent: list[bool], scalars: tuple[float, ...]) -> Launched | None:
-        """Return a function that launches through the driver; None if the code needs an unsupported feature."""
+        """Return a function that launches through the driver, or None if the code needs an unsupported feature."""
         try:
             meta, index = compiled.metadata, self.device
             types = [compiled.src.signature[name] for name in compiled.src.fn.arg_names]

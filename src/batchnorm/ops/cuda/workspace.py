@@ -55,7 +55,7 @@ class Workspace:
         """Allocate a stream's memory, at least as large as before.
 
         ``torch.compile(mode="reduce-overhead")`` and ``torch.cuda.use_mem_pool`` redirect the current thread's
-        allocations to a pool of their own. This memory must outlive such a pool, so another thread allocates it.
+        allocations to a pool of their own. The workspace must outlive such a pool, so another thread allocates it.
         """
         floats = max(floats, 0 if old is None else old[0].shape[0], 1 << 16)
         words = max(up(words, 32) * 32, 0 if old is None else old[1].shape[0], 4096)  # whole cache lines

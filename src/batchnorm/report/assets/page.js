@@ -1,5 +1,5 @@
 "use strict";
-// Draw the page's panels; the menus choose what they show.
+// Draw the page's panels; the menus choose what the panels show.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const colour = (k) => `var(--run${k % 6})`;
@@ -68,7 +68,7 @@ function unpack(layer) {
 
 const middle = (sorted) => sorted[(sorted.length - 1) >> 1];
 
-// Return a unit's percentiles by step; for "all", return the median over units of each percentile.
+// Return a unit's lowest, middle and highest percentiles by step; for "all", their medians over units.
 function percentiles(run, layer, unit) {
   const values = unpack(layer);
   const { count, units } = layer;

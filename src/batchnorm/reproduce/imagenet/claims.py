@@ -184,7 +184,7 @@ def ends_higher(x5: Seeds, x30: Seeds) -> Verdict:
 
 
 def trains(name: str, network: Seeds) -> Verdict:
-    """Judge whether a network trains.
+    """Judge whether a network trains, as defined by TRAINS.
 
     Paper: Sec. 4.2.2, BN-x5-Sigmoid
     """
@@ -194,7 +194,7 @@ def trains(name: str, network: Seeds) -> Verdict:
 
 
 def at_chance(name: str, network: Seeds) -> Verdict:
-    """Judge whether Inception with sigmoid fails to train.
+    """Judge whether Inception with sigmoid fails to train: it stays at chance, as in the paper, or diverges.
 
     Paper: Sec. 4.2.2, "never achieves better than 1/1000"
     """
@@ -237,8 +237,8 @@ def wider_range(finished: Mapping[str, Finished]) -> Verdict:
     """Judge whether the network with batch normalization trains at rates at which the network without it does not.
 
     If there are finished runs of BN-Baseline at five times Inception's rate, the claim holds if BN-Baseline trains at
-    that rate and Inception does not. Otherwise, the claim holds if the highest rate that trains in the sweep of rates
-    is higher with BN. The two networks' sweeps must have the same highest rate.
+    that rate and Inception diverges or stays at chance. Otherwise, the sweeps of rates decide: the claim holds if the
+    highest rate that trains is higher with BN. Both sweeps must have the same highest rate.
 
     Paper: Sec. 3.3
     """
@@ -265,7 +265,7 @@ def wider_range(finished: Mapping[str, Finished]) -> Verdict:
 
 
 def rates_that_train(runs: Sequence[Finished]) -> tuple[float, float] | None:
-    """Return the lowest and highest rate whose final accuracy is at least half of the best; None if no run learned."""
+    """Return the lowest and highest rate with at least half of the best final accuracy, or None if all are 0."""
     ends = {run.run.recipe.rate: run.result["top1"] or 0.0 for run in runs}
     good = [rate for rate, accuracy in ends.items() if 0 < max(ends.values()) <= 2 * accuracy]
     return (min(good), max(good)) if good else None
@@ -322,7 +322,7 @@ def overfits_always(network: Seeds) -> bool:
 
 
 def overfits(run: Finished) -> bool:
-    """Return whether a run overfits visibly; GAP and RISE define this."""
+    """Return whether a run overfits visibly, as defined by GAP and RISE."""
     losses = [point.val_loss for point in run.curve if point.val_loss is not None]
     training, validation = run.result["train_top1"], run.result["top1"]
     if training is None or validation is None or not losses:

@@ -63,12 +63,12 @@ def seeds_of(finished: Mapping[str, Finished], group: str, variant: str, **chang
 
 
 def unchanged_seeds_of(finished: Mapping[str, Finished], group: str, variant: str) -> Seeds:
-    """Return a group's runs of one of the paper's recipes for which the plan sets no field but the seed."""
+    """Return a group's runs of ``variant`` whose entries in the plan set no recipe field except the seed."""
     return Seeds(tuple(one for one in seeds_of(finished, group, variant).runs if set(one.run.changed) <= {"seed"}))
 
 
 def network_of(finished: Mapping[str, Finished], variant: str) -> Seeds:
-    """Return Figure 2's runs of one of the paper's recipes for which the plan sets no field but the seed."""
+    """Return Figure 2's runs of ``variant`` whose entries in the plan set no recipe field except the seed."""
     return unchanged_seeds_of(finished, "figures", variant)
 
 
@@ -100,7 +100,7 @@ def unnormalized(finished: Mapping[str, Finished]) -> dict[str, Seeds]:
 
 
 def tuned_baseline(finished: Mapping[str, Finished]) -> tuple[str, Seeds] | None:
-    """Return the name and runs of Figure 2's most accurate unnormalized ReLU network; None if there is none."""
+    """Return the name and runs of Figure 2's most accurate unnormalized ReLU network, or None if there is none."""
     networks = {
         k: seeds for k, seeds in unnormalized(finished).items() if seeds.runs[0].run.recipe.activation == "relu"
     }
@@ -120,7 +120,8 @@ def mean_curve(curves: Sequence[Curve]) -> Curve:
     if not curves:
         return []
     tables = [dict(curve) for curve in curves]
-    # Round: the unrounded mean of equal accuracies can be slightly lower, and then would not count as reaching them.
+    # Without rounding, the mean of equal accuracies can be slightly lower than these accuracies, and would not count as
+    # reaching them.
     return [
         (step, round(statistics.fmean(table[step] for table in tables), 9))
         for step, _ in curves[0]
@@ -129,7 +130,7 @@ def mean_curve(curves: Sequence[Curve]) -> Curve:
 
 
 def best(curve: Curve) -> tuple[int, float] | None:
-    """Return the first step with the highest accuracy, and that accuracy; None for an empty curve.
+    """Return the first step with the highest accuracy, and that accuracy, or None for an empty curve.
 
     >>> best([(1, 0.5), (2, 0.75), (3, 0.75)])
     (2, 0.75)
@@ -138,7 +139,7 @@ def best(curve: Curve) -> tuple[int, float] | None:
 
 
 def times_fewer(baseline: Curve, curve: Curve) -> float | None:
-    """Return how many times fewer steps a curve takes to reach the baseline's best accuracy; None if it never does.
+    """Return how many times fewer steps a curve takes to reach the baseline's best accuracy, or None if it never does.
 
     >>> times_fewer([(100, 0.3), (200, 0.5)], [(40, 0.5)])
     5.0
@@ -166,7 +167,7 @@ def end_slope(curve: Curve) -> float | None:
 
 
 def behind_until(curve: Curve, other: Curve) -> int | None:
-    """Return the last step up to which ``other`` stays below ``curve``; None if ``other`` does not start below.
+    """Return the last step up to which ``other`` stays below ``curve``, or None if ``other`` does not start below it.
 
     >>> behind_until([(1, 0.2), (2, 0.3), (3, 0.4)], [(1, 0.1), (2, 0.2), (3, 0.5)])
     2

@@ -126,7 +126,7 @@ class Studies:
 
     @property
     def all(self) -> list[Study]:
-        """The studies that were read."""
+        """The main study and, if they exist, the other studies."""
         return [study for study in (self.main, self.paper_rates, self.dropout) if study is not None]
 
     @property
@@ -251,8 +251,9 @@ def claims_table(studies: Studies) -> Section:
     )
     if studies.dropout is not None and studies.dropout.finished:
         text += (
-            " In the first column of verdicts, those on dropout come from separate runs, on fewer images and at another"
-            " rate. Removing dropout costs no accuracy if the mean falls by no more than the noise of one run."
+            " In the first column of verdicts, the verdicts on dropout come from separate runs, on fewer images and at"
+            " another rate. Removing dropout costs no accuracy if the mean accuracy falls by no more than the noise of"
+            " one run, which is half the width of the 95% prediction interval of one more run."
         )
     return Section("What the paper found", text, rows)
 

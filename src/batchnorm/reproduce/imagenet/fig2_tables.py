@@ -180,7 +180,10 @@ def _figure3_text(inception: Seeds, tuned: tuple[str, Seeds] | None) -> str:
 
 
 def on_the_way(finished: Mapping[str, Finished]) -> Section:
-    """Tabulate the steps to fractions of the baseline's best accuracy, and the baseline's steps divided by them."""
+    """Tabulate the steps that each network takes to fractions of the baseline's best accuracy.
+
+    The table also shows how many times fewer steps this is than the baseline takes.
+    """
     inception = network_of(finished, "inception").curve
     top = best(inception)
     networks = {name: curve for name in PAPER if (curve := network_of(finished, name).curve)}
@@ -257,9 +260,7 @@ def _rates_text(sweeps: Mapping[str, Seeds]) -> str:
         ends = (min(swept), max(swept))
         good = "{:g} to {:g}".format(*found)
         where = (
-            f"every rate tried, {good}"
-            if found == ends
-            else f"rates {good} of those tried ({ends[0]:g} to {ends[1]:g})"
+            f"every rate tried, {good}" if found == ends else f"rates from {good} (tried: {ends[0]:g} to {ends[1]:g})"
         )
         text += f" The network {name} reaches at least half of its best accuracy at {where}."
         if len(swept) > 2 and _best_of_sweep(seeds).run.recipe.rate in ends:
@@ -320,7 +321,7 @@ def _overfits_most(network: Seeds) -> bool:
 
 
 def _repeated(finished: Mapping[str, Finished]) -> float | None:
-    """Return the largest difference in final accuracy between runs of the same recipe; None if no recipe repeats."""
+    """Return the largest difference in final accuracy between runs of one recipe, or None if no recipe repeats."""
     ends: dict[object, list[float]] = {}
     for one in finished.values():
         if one.run.group in ("rates", "dropout") and one.result["top1"] is not None:

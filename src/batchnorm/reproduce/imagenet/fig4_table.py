@@ -62,7 +62,7 @@ class Gain(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """Whether the change lowers the error: not resolved unless the difference exceeds two standard errors."""
+        """Whether the change lowers the error; "not resolved" if the difference is at most two standard errors."""
         gain = self.before - self.after
         if abs(gain) <= 2 * self.standard_error:
             return "not resolved"
@@ -87,11 +87,11 @@ class Figure4(NamedTuple):
     together: dict[str, dict[str, Any]]
     chosen: tuple[Gain, ...] = ()
     """the best of all ensembles compared with the best network; both are chosen on half of the images and judged on
-    the rest"""
+    the other half"""
 
     @property
     def statement(self) -> str | None:
-        """A sentence on whether an ensemble is better than its best member; None for a single network."""
+        """A sentence on whether an ensemble is better than its best member, or None for a single network."""
         against_best = [step for step in self.steps if "the best of them" in step.name]
         if not against_best:
             return None
@@ -194,7 +194,7 @@ def _is_wrong(scores: Tensor, labels: Tensor, error: str) -> Tensor:
 
 
 def _best(members: Sequence[MemberFiles], ensemble: Ensemble, error: str) -> tuple[str, Tensor]:
-    """Return the member with the lowest error, and which images it gets wrong.
+    """Return the name of the member with the lowest error, and which images this member gets wrong.
 
     The member is chosen on the same images that it is judged on, so it may look better than it is.
     """

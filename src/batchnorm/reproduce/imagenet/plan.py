@@ -57,7 +57,7 @@ class Plan:
         return unrun | {name: f"waits for {what}" for name, what in self.waiting.items()}
 
     def chosen(self, groups: Sequence[str], names: Sequence[str]) -> list[PlannedRun]:
-        """Return the runs that are in these groups and have these names; empty sequences allow all groups or names."""
+        """Return the runs that are in these groups and have these names; an empty sequence allows all of them."""
         known = [*(run.name for run in self.runs), *self.waiting]
         unknown = [name for name in names if name not in known]
         if unknown:

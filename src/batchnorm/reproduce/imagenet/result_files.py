@@ -85,7 +85,7 @@ class RunFiles(NamedTuple):
         return self.out / "runs" / self.run.name
 
     def read(self) -> Finished | None:
-        """Return the run's result; None if the run is not finished."""
+        """Return the run's result, or None if the run is not finished."""
         if not self.result.is_file():
             return None
         content = read_result(self.result, ("recipe", "evaluate_every", *KEYS))
@@ -133,11 +133,11 @@ class MemberFiles(NamedTuple):
 
     @property
     def probabilities(self) -> Path:
-        """The member's class probabilities for each number of crops, and the labels."""
+        """The file with the member's class probabilities for each number of crops, and with the labels."""
         return self.results / f"{self.name}.npz"
 
     def missing(self) -> str | None:
-        """Return why the member is left out of the ensemble; None if it is part of the ensemble."""
+        """Return why the member is left out of the ensemble, or None if it is part of the ensemble."""
         if not self.result.is_file():
             return "not yet run"
         if not self.read()["crops"]:
@@ -219,7 +219,7 @@ def _seconds(records: Sequence[dict[str, Any]]) -> float:
 
 
 def _pace(records: Sequence[dict[str, Any]]) -> float | None:
-    """Return the median of the steps per second between consecutive training records; None if there are none."""
+    """Return the median speed between consecutive training records in steps per second, or None if there are none."""
     paces = [
         (b["step"] - a["step"]) / (b["seconds"] - a["seconds"])
         for a, b in pairwise(records)

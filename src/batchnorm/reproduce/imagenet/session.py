@@ -46,7 +46,7 @@ class Session:
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """auto is bf16 on a GPU and fp32 on a CPU."""
     cache: Literal["none", "device"] = "device"
-    """device keeps the decoded images in device memory."""
+    """device: keep the decoded images in device memory."""
     workers: int = 2
     """Processes per run that decode images."""
     commit: str | None = None
@@ -66,7 +66,7 @@ class Session:
 
     @property
     def decoded(self) -> Path | None:
-        """The folder of the decoded images that all runs share; None if each run decodes for itself."""
+        """The folder of the decoded images that all runs share, or None if each run decodes its own images."""
         return self.out / "decoded" if self.cache == "device" else None
 
     @property
@@ -108,13 +108,14 @@ class Session:
 
         Args:
             waiting: the jobs.
-            recipes: the jobs' recipes; if jobs run in parallel, the images are decoded once for all of them.
+            recipes: the jobs' recipes. If jobs run in parallel and ``cache`` is "device", the images are decoded once
+                for all jobs.
             evaluate_batch: images per validation batch.
             publish: a function that is called after the jobs, even if some failed or were stopped.
 
         Raises:
             OSError: if a folder is not writable.
-            ValueError: if the share of the GPU that each job would get is untested, or makes a convolution wrong.
+            ValueError: if each job's share of the GPU is untested, or if convolutions are wrong at this share.
             JobsFailedError: if a job failed; the results of the other jobs are kept.
             KeyboardInterrupt: if the jobs were stopped.
         """

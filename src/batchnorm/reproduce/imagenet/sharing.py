@@ -48,7 +48,8 @@ def share_of(processes: int) -> int:
 def shared_gpu(processes: int) -> Iterator[bool]:
     """Set the child processes' environment so that they share a GPU; yield whether the sharing service runs.
 
-    If CUDA_MPS_PIPE_DIRECTORY is set, the service is taken to be running already; it is neither started nor stopped.
+    If there are fewer than two processes, nothing is set. If CUDA_MPS_PIPE_DIRECTORY is set, the service is assumed to
+    run already, and is not started or stopped.
 
     Raises:
         ValueError: if the environment already sets a share that is not one of SHARES.
@@ -125,7 +126,7 @@ def check_share(recipes: Iterable[Recipe], evaluate_batch: int, device: str) -> 
 
 
 def wrong_convolution(recipe: Recipe, evaluate_batch: int, device: str) -> str | None:
-    """Describe the first convolution that is wrong in bfloat16, in training or validation; None if all are correct."""
+    """Describe the first convolution that is wrong in bfloat16, in training or validation, or return None."""
     net = recipe.network(10).to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     for batch, training in ((recipe.batch_size, True), (evaluate_batch, False)):
         images = torch.randn(batch, 3, recipe.size, recipe.size, device=device).to(memory_format=torch.channels_last)
@@ -141,7 +142,7 @@ def compare_convolutions(net: nn.Module, images: Tensor) -> str | None:
     In training mode, the convolutions of the backward pass are compared too.
 
     Returns:
-        A description of the first convolution whose error is larger than TOLERANCE, or None.
+        A description of the first convolution whose error is larger than TOLERANCE, or None if there is none.
     """
     watch = _Compare()
     with torch.set_grad_enabled(net.training), watch:
@@ -154,7 +155,7 @@ def compare_convolutions(net: nn.Module, images: Tensor) -> str | None:
 
 
 class _Compare(TorchDispatchMode):
-    """Repeat every bfloat16 convolution in float32, and compare the results."""
+    """Repeat bfloat16 convolutions in float32, compare the results, and describe the first wrong convolution."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

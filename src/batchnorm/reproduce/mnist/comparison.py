@@ -29,7 +29,7 @@ class Comparison(Experiment):
     marks: tuple[int, ...] = (1000, 5000, 15_000, 50_000)
     """Step counts at which the test accuracies are compared; the last is the length of the runs."""
     equal_rate: float = 0.1
-    """Learning rate of the comparison at an equal rate; by default Figure 1's."""
+    """Learning rate of the comparison at an equal rate; the default is Figure 1's rate."""
     std: float = 0.1
     """Standard deviation of the initial weights."""
     seeds: int = 3
@@ -72,7 +72,7 @@ Table = dict[tuple[bool, float], list[list[float]]]
 
 
 def _trained(options: Comparison, pairs: Iterable[tuple[bool, float]], marks: Sequence[int], hold_out: bool) -> Table:
-    """Train each pair (with BN, rate) with every seed; return the accuracies at the steps in ``marks``."""
+    """Train each pair (whether with BN, rate) with every seed; return each run's accuracies at ``marks``, by pair."""
     jobs = [
         (Setting(kind, marks[-1], rate, options.std, seed=seed), marks)
         for kind, rate in pairs
@@ -122,8 +122,8 @@ def draw(result: dict[str, Any], plt: Any) -> Any:
             lowest = min([lowest, *(m - s for m, s in zip(row["mean"], bars, strict=True))])
             style = {"color": colour(row["network"]), "label": f"{row['network']}, rate {row['rate']:g}"}
             axis.errorbar(row["steps"], row["mean"], bars, fmt="o-", ms=3, capsize=2, **style)
-        # Start the y axis just below the lowest value, so that close curves can be told apart.
+        # Start the y axis just below the lowest value, so that close curves can be distinguished.
         axis.set(xscale="log", xlabel="training steps", title=f"{key}: test accuracy", ylim=(lowest // 0.05 * 0.05, 1))
     for axis in axes:
-        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.3))  # below the panel, to hide no curve
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.3))  # below the panel, where it hides no curve
     return figure

@@ -25,11 +25,11 @@ from .training import Setting
 class Fig1:
     """Train Section 4.1's network with and without batch normalization, and draw Figure 1.
 
-    The paper gives neither the learning rate nor the standard deviation of the initial weights; the defaults are this
+    The paper does not give the learning rate or the standard deviation of the initial weights; the defaults are this
     project's choice.
 
     After an interruption, run the same command again to resume from the last checkpoint. If the networks are already
-    trained, only the figure and the report are written again.
+    trained, nothing is trained, and only the results are written again.
 
     Paper: Sec. 4.1; Fig. 1
     """
@@ -49,7 +49,7 @@ class Fig1:
     resume: bool = False
     """Also resume a run that was started with another number of --steps, for example to train it for longer."""
     processes: int = 2
-    """2 trains both networks in parallel, on one core each; 1 trains them one after the other."""
+    """2 trains both networks in parallel, with one thread each; 1 trains one network after the other."""
 
     def __post_init__(self) -> None:
         between(1, 2, processes=self.processes)
@@ -66,11 +66,14 @@ class Fig1:
 def fig1(options: Fig1) -> Path:
     """Run the experiment of Figure 1, or resume it, and return the path of its report.
 
-    After Ctrl-C every network saves a checkpoint and stops within 100 steps; a second Ctrl-C stops at once.
+    After Ctrl-C, each network that is being trained saves a checkpoint and stops within 100 steps. A second Ctrl-C
+    stops the training at once.
 
     Raises:
         KeyboardInterrupt: if the training was stopped before the end.
         ValueError: if the folder holds a run with other options, or a checkpoint that cannot be used.
+        OSError: if a file cannot be written.
+        JobsFailedError: if the process that trains a network failed.
     """
     check_writable(options.out / "result.json")
     complete = _train(options)
@@ -102,7 +105,7 @@ def _train(options: Fig1) -> bool:
             print(f"{run.name}: resuming from step {found[run]:,}", flush=True)
     if not runs:
         print(
-            "this run is finished, so only its figure and report are written again: to start over, choose another"
+            "this run is finished, so only its results are written again: to start over, choose another"
             f" --out or remove {options.out}",
             flush=True,
         )

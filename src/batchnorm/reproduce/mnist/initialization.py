@@ -47,7 +47,7 @@ def init(options: Init) -> dict[str, Any]:
     plain, normalized = (
         {row["std"] for row in rows if row["network"] == label(kind) and row["mean"] > 0.9} for kind in (False, True)
     )
-    statement = "with BN, more standard deviations train past 90%, including all that do without BN"
+    statement = "with BN, networks train past 90% at more standard deviations, including all that suffice without BN"
     verdicts = {statement: plain < normalized if plain or normalized else None}
     return publish(options, claim, {"final test accuracy": rows}, verdicts, draw)
 

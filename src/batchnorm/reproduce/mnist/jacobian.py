@@ -19,7 +19,9 @@ from .training import Setting, digits, order, train_
 
 @dataclass(frozen=True)
 class Jacobian(Experiment):
-    """Measure the singular values of J = d z_hat / d x_hat between consecutive layers, with and without BN.
+    """Measure the singular values of the Jacobians between consecutive layers, with and without BN.
+
+    A Jacobian is J = d z_hat / d x_hat, where x_hat and z_hat are the normalized nonlinearity inputs of the two layers.
 
     Paper: Sec. 3.3, layer Jacobians
     """
@@ -38,9 +40,10 @@ class Jacobian(Experiment):
 
 
 class HiddenLayer(NamedTuple):
-    """A hidden layer y = gamma x_hat + beta with x_hat = (Wu + b - mu) / sd.
+    """A hidden layer y = gamma x_hat + beta with x_hat = (Wu + b - mu) / sd, where u is the layer's input.
 
-    mu and sd are population statistics. Without batch normalization, gamma = sd and beta = mu.
+    Here mu and sd are the population mean and standard deviation of Wu + b. Without batch normalization, gamma = sd and
+    beta = mu, so that y = Wu + b.
     """
 
     weight: Tensor
@@ -132,8 +135,8 @@ def population_layers(net: nn.Sequential, batches: Sequence[Tensor]) -> list[Hid
 def layer_jacobian(x_hat: Tensor, below: HiddenLayer, above: HiddenLayer) -> Tensor:
     """Return J = diag(1/sd') W' diag(dg(gamma x_hat + beta) gamma) for each example, of shape (examples, K', K).
 
-    J is the derivative of z_hat = (W' g(gamma x_hat + beta) + b' - mu') / sd'. Primes mark the layer above, and dg is
-    the derivative of the sigmoid g.
+    J is the derivative of z_hat = (W' g(gamma x_hat + beta) + b' - mu') / sd' with respect to x_hat. Primes mark the
+    layer above. dg is the derivative of the sigmoid g, and K and K' are the layers' numbers of units.
 
     Paper: Sec. 3.3, z_hat = F(x_hat)
     """
@@ -161,7 +164,7 @@ def _pairs(layers: Sequence[HiddenLayer], images: Tensor) -> list[tuple[Tensor, 
 
 
 def _summary(values: Tensor) -> dict[str, Any]:
-    """Summarize singular values of shape (examples, K): percentiles, the mean spectrum, and the fraction near 1."""
+    """Return percentiles, the fraction near 1, and other statistics of singular values of shape (examples, values)."""
     q = torch.tensor([0.05, 0.25, 0.5, 0.75, 0.95], dtype=values.dtype)
     near = ((values > 0.5) & (values < 2)).double().mean()
     return {

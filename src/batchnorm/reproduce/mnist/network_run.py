@@ -134,7 +134,7 @@ class NetworkRun:
         return there
 
     def _resume(self, net: nn.Module) -> tuple[int, float, int]:
-        """Write the configuration and load the checkpoint, if there is one; return what :func:`_load` returns."""
+        """Write the configuration, delete any summary, and load any checkpoint; return what :func:`_load` returns."""
         there = self._config_there() or {"environment": environment()}
         write_json(self.folder / "config.json", {**there, **_config(self.setting)})
         (self.folder / "summary.json").unlink(missing_ok=True)
@@ -228,7 +228,8 @@ def _loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
 def finish(net: nn.Sequential, setting: Setting, data: MNIST) -> dict[str, Any]:
     """Return the test accuracy with running averages, with population statistics, and of the folded network.
 
-    A network without batch normalization has only the first of these accuracies.
+    A network without batch normalization has only the first of these accuracies. In a network with batch normalization,
+    population statistics replace the running averages.
 
     Paper: Alg. 2, l. 7-12
     """

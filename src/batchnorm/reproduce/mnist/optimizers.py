@@ -32,11 +32,11 @@ class Optimizers(Experiment):
     """
 
     steps: int = 2000
-    """Updates per network on mini-batches of 60."""
+    """Updates per network on mini-batches of 60; batch gradient descent makes --batch-steps updates instead."""
     batch_steps: int = 200
     """Updates of batch gradient descent."""
     batch: int = 6000
-    """Training digits for batch gradient descent, which uses all of them in each step."""
+    """Number of training digits for batch gradient descent, which uses all of them in each step."""
     std: float = 0.1
     """Standard deviation of the initial weights."""
     seed: int = 0

@@ -1,4 +1,4 @@
-"""Sections 3.2 and 5: should BN normalize the nonlinearity's input, Wu, or its output?"""
+"""Sections 3.2 and 5: should BN normalize Wu, the nonlinearity's input, or the nonlinearity's output?"""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ STATISTICS = ("skewness", "excess kurtosis", "sparsity")
 
 @dataclass(frozen=True)
 class Placement(Experiment):
-    """Compare accuracy, and the distributions of Wu and of the nonlinearity's output, with BN before and after it.
+    """Compare networks that have BN before the nonlinearity with networks that have BN after the nonlinearity.
+
+    The comparison covers accuracy, and the distributions of Wu and of the nonlinearity's output.
 
     Paper: Sec. 3.2, "more Gaussian"; Sec. 5, the standardization layer
     """
@@ -57,7 +59,7 @@ def placement(options: Placement) -> dict[str, Any]:
         row = {"nonlinearity": name, "batch normalization": f"{where} it", "accuracy": final}
         rows.append({**row, "mean": mean(final), "spread": spread(final), "shapes": found[0]["shapes"]})
     claim = "Wu + b is more likely to have a symmetric, non-sparse distribution, that is 'more Gaussian'."
-    note = "means over a layer's units, of 5,000 test digits, seed 0; u is the nonlinearity's output"
+    note = "measured on 5,000 test digits, with seed 0; u is the nonlinearity's output"
     return publish(options, claim, {"shapes are": note, "runs": rows}, _verdicts(rows), draw)
 
 
@@ -97,7 +99,7 @@ def _train(job: tuple[Where, str, Setting]) -> dict[str, Any]:
 
 @torch.no_grad()
 def shapes(net: nn.Sequential, images: Tensor) -> dict[str, dict[str, float]]:
-    """Return the skewness, excess kurtosis and sparsity of each layer's Wu and u, in evaluation mode.
+    """Return the skewness, excess kurtosis and sparsity of each layer's Wu and output u, in evaluation mode.
 
     Paper: Sec. 3.2, "symmetric, non-sparse"
     """

@@ -29,11 +29,11 @@ class Scale(Experiment):
     rates: tuple[float, ...] = (0.1, 1.0, 10.0)
     """Learning rates."""
     factors: tuple[float, ...] = (0.1, 0.5, 2.0, 10.0)
-    """The scalars a > 0 that W is multiplied by."""
+    """The scalars a > 0 by which W is multiplied."""
     std: float = 0.1
     """Standard deviation of the initial weights."""
     points: int = 20
-    """Measurements per run."""
+    """Measurements during each run; the weights' norms are also measured before training."""
     seed: int = 0
     """Seed of the weights and of the order of the examples."""
     out: Path = Path("runs/scale")

@@ -41,7 +41,7 @@ class Section2(Experiment):
     rates: tuple[float, ...] = (0.1, 1.0)
     """Learning rates for the whole network; the first is also used for b."""
     std: float = 0.1
-    """Standard deviation of the initial weights."""
+    """Standard deviation of the whole network's initial weights."""
     seed: int = 0
     """Seed of the weights and of the order of the examples."""
     out: Path = Path("runs/section2")

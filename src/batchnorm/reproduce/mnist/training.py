@@ -21,7 +21,7 @@ from ...models import perceptron
 class Setting:
     """All settings of one training run of Section 4.1's network.
 
-    The paper gives neither the learning rate nor the standard deviation of the initial weights.
+    The paper does not give the learning rate or the standard deviation of the initial weights.
 
     Paper: Sec. 4.1
     """

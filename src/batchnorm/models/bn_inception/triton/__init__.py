@@ -1,1 +1,1 @@
-"""Kernels in Triton's language."""
+"""Triton kernels."""

@@ -48,7 +48,7 @@ def average(
     x, y, count, C, H, W, x_stride, y_stride,
     BACKWARD: tl.constexpr, P: tl.constexpr, V: tl.constexpr, A: tl.constexpr,
 ):  # fmt: skip
-    """Average a window's pixels inside the image; if BACKWARD, distribute the window's gradient over these pixels."""
+    """Average each window's pixels inside the image; if BACKWARD, compute the input's gradient from the output's."""
     C = C * A
     image, row, column, pixel, exists, channel = pixels_of(count, C, H, W, P, V)
     total = tl.zeros([P, V], tl.float32)

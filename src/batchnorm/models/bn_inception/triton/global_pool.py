@@ -18,7 +18,7 @@ def _place(C, V: tl.constexpr):
 
 @triton.jit
 def average(x, y, pixels, C, stride, P: tl.constexpr, V: tl.constexpr):
-    """Write the averages; ``stride`` is the number of elements between two pixels."""
+    """Write the averages; ``stride`` is the number of elements from one pixel to the next."""
     image, channel = _place(C, V)
     total = tl.zeros([V], tl.float32)
     for first in range(0, pixels, P):

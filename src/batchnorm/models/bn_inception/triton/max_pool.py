@@ -1,9 +1,9 @@
 """Max pooling of 3x3 windows, padded by 1, in channels-last tensors, optionally after normalization and ReLU.
 
-The columns of all images are numbered consecutively. A unit consists of P columns and up to ``share`` rows. A program
-processes V channels of a unit row by row, and keeps the values that the next row of windows also needs. C, the number
-of channels, and the strides between pixels are given in units of A elements, so that the compiler knows the alignment
-of accesses.
+The columns of windows in all images are numbered consecutively. A unit consists of P columns and up to ``share`` rows
+of windows. A program processes V channels of a unit (in :func:`max_sums`, of several units) row by row, and keeps the
+values that the next row of windows also needs. C, the number of channels, and the strides between pixels are given in
+units of A elements, so that the compiler knows the alignment of accesses.
 
 The position of a maximum in its window is encoded as UP, DOWN or 0, plus LEFT, RIGHT or 0; the middle of the window is
 0. The positions of two neighbouring channels share a byte, with the first channel in the lower four bits.
@@ -46,7 +46,7 @@ def slice_of(program, C, A: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def columns_of(unit, columns, rows, share, width, P: tl.constexpr):
-    """Return the images and columns [P] of a unit, a mask of the columns that exist, its first row, and the end row.
+    """Return the images and columns [P] of a unit, a mask of the columns that exist, and the unit's first and end row.
 
     The end row is not part of the unit. Columns that do not exist are replaced by the last column.
     """
@@ -71,7 +71,7 @@ def pointers(x, image, column, lane, height, width, step):
 def pixels_of(x, image, column, channel, half, height, width, stride, A: tl.constexpr):
     """Return the addresses of pixels in the first row of their images, and the strides of pixels and of rows.
 
-    Pairs of bfloat16 values are read as one integer, because converting them then takes fewer instructions.
+    If A > 1, pairs of bfloat16 values are read as one integer, because converting them then takes fewer instructions.
     """
     if x.dtype.element_ty == tl.bfloat16 and A > 1:
         step = stride * (A // 2)
@@ -131,7 +131,7 @@ def load_row(row, image_row, here, half_here, flip, P: tl.constexpr, V: tl.const
 def three_columns(x, image, column, channel, half, H, W, stride, A: tl.constexpr):
     """Return the argument ``image_row`` of :func:`load_row`, and a mask of the position bits that point into the image.
 
-    Pixels to the left and to the right of the image are replaced by their neighbours inside.
+    A pixel to the left or right of the image is replaced by the nearest pixel inside.
     """
     p, step, pitch = pixels_of(x, image, column, channel, half, H, W, stride, A)
     left = tl.maximum(column - 1, 0) - column
@@ -181,8 +181,8 @@ def max_forward(
     """Write each window's maximum and the position of the first pixel that has this value.
 
     If a window contains NaN, the position is arbitrary, but inside the image. If ``stats`` is given, normalize and
-    apply ReLU before pooling. Both are monotone, so only the maximum has to be normalized, or the minimum if scale is
-    negative. If ReLU's derivative at the maximum is 0, the position is NOWHERE.
+    apply ReLU before pooling. Both are monotone, so only the maximum has to be normalized, or the minimum if the scale
+    is negative. If ReLU's derivative at the maximum is 0, the position is NOWHERE.
     """
     unit, _, channel, half, here, half_here, _, pixel_bytes = slice_of(tl.program_id(0), C, A, V)
     C = C * A
@@ -201,7 +201,7 @@ def max_forward(
             even, odd = tl.split(tl.reshape(tl.where(scale < 0, 1, 0), [1, V // 2, 2]))
             flip = (even << 15) | (odd << 31)
 
-    # Rows above and below the image are replaced by their neighbours inside.
+    # A row above or below the image is replaced by the nearest row inside.
     top, at_top = greatest_in_row(tl.maximum(first * STRIDE - 1, 0), image_row, here, half_here, flip, P, V)
     if STRIDE == 1:
         mid, at_mid = greatest_in_row(first, image_row, here, half_here, flip, P, V)
@@ -271,7 +271,7 @@ def max_sums(
 
 @triton.jit
 def load_window(d, p, here, half_here, P: tl.constexpr, V: tl.constexpr):
-    """Return the gradients [P, V] of windows, 0 for windows that do not exist, and the positions of their maxima."""
+    """Return gradients [P, V] and positions of maxima, which are 0 and NOWHERE for windows that do not exist."""
     return load_pixels(d, here, half_here, None, P, V), load_places(p, half_here, P, V)
 
 
@@ -283,7 +283,11 @@ def selected(d, place, wanted: tl.constexpr):
 
 @triton.jit
 def store_pixel(dx, raw, dz, here, base, scale, k2, k0, P: tl.constexpr, V: tl.constexpr):
-    """Write pixels' gradients by the formula of :func:`max_backward_2`, whose minus sign is included in k2 and k0."""
+    """Write the gradients of pixels.
+
+    If ``raw`` is None, the gradient is dz. If only ``scale`` is None, the gradient is dz plus the values of ``raw``.
+    Otherwise, use the formula of :func:`max_backward_2`; k2 and k0 include its minus sign.
+    """
     if raw is not None:
         v = as_floats(raw, None, P, V)
         if scale is None:

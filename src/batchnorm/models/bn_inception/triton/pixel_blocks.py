@@ -13,9 +13,9 @@ def to_blocks(
     x, blocks, count, rows, columns, H, W, before, x_n, x_c, x_h, x_w,
     INPUTS: tl.constexpr, CHANNELS: tl.constexpr, P: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """Write P blocks of CHANNELS values each: the channels of the first pixel, then of the next pixel, row by row.
+    """Write P blocks of CHANNELS values each: the channels of the block's four pixels, row by row, and then zeros.
 
-    V is CHANNELS rounded up to a power of two.
+    Pixels outside the image are written as 0. V is CHANNELS rounded up to a power of two.
     """
     block = tl.program_id(0) * P + tl.arange(0, P)
     line = block // columns

@@ -1,4 +1,4 @@
-"""The dense kernel of a separable convolution, and the gradients of its two parts.
+"""Compute the dense kernel of a separable convolution, and the gradients of the depthwise and pointwise weights.
 
 There are OUT output channels, IN input channels, and M depthwise filters per input channel. A filter has A weights;
 B is A rounded up to a power of two.
@@ -15,7 +15,7 @@ def compose(
     pointwise, depthwise, dense, OUT: tl.constexpr, IN: tl.constexpr, M: tl.constexpr,
     A: tl.constexpr, B: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Write the filters of P output channels and one input channel."""
+    """Write the dense filters from one input channel to P output channels."""
     i = tl.program_id(0) % IN
     o, k = tl.program_id(0) // IN * P + tl.arange(0, P), tl.arange(0, B)
     total = tl.zeros([P, B], tl.float32)
@@ -31,7 +31,7 @@ def compose_backward(
     gradient, pointwise, depthwise, dpointwise, ddepthwise, OUT: tl.constexpr, IN: tl.constexpr, M: tl.constexpr,
     A: tl.constexpr, B: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of one depthwise filter and of its pointwise weights; P is OUT rounded up."""
+    """Write the gradients of a depthwise filter and of its pointwise weights; P is OUT rounded up to a power of two."""
     m = tl.program_id(0)
     o, k = tl.arange(0, P), tl.arange(0, B)
     here = (o < OUT)[:, None] & (k < A)[None, :]

@@ -1,6 +1,7 @@
 """The backward pass: two sums per channel, then dx and the residual's gradient.
 
-With dz = g'(z) dy and x_hat = (x - mean) / std, the gradients of the paper's Section 3 are
+Let g be the activation, z its input, dz = g'(z) dy, std = sqrt(var + eps) and x_hat = (x - mean) / std. For m values
+per channel, the gradients of the paper's Section 3 are
 dbeta = sum(dz), dgamma = sum(dz x_hat), dx = gamma / std * (dz - dbeta / m - x_hat dgamma / m).
 
 PHASE and T have the same meaning as in forward.py. The same multiply-add as in the forward pass recomputes z from x. If

@@ -14,7 +14,7 @@ TURN = tl.constexpr(-(2**31))
 
 @triton.jit
 def take_ticket(counter, programs):
-    """Number the programs in the order in which they start.
+    """Return this program's number, counted in the order in which programs start.
 
     The programs of slices that are processed together get consecutive numbers. So a program waits only for programs
     that are already running or that start when earlier slices are done. Thus launches may have any size, and the
@@ -28,7 +28,7 @@ def take_ticket(counter, programs):
 
 @triton.jit
 def arrive(word, step):
-    """Count this program's arrival, make its writes visible, and return the previous count."""
+    """Count this program's arrival, make its writes visible to other programs, and return the previous count."""
     tl.debug_barrier()
     before = tl.atomic_add(word, step, sem="acq_rel") & 0x7FFFFFFF
     tl.debug_barrier()
@@ -37,7 +37,7 @@ def arrive(word, step):
 
 @triton.jit
 def release(word, parts):
-    """Release the waiting programs after all ``parts`` have arrived."""
+    """Release the waiting programs; call this only after all ``parts`` have arrived."""
     tl.debug_barrier()
     tl.atomic_add(word, TURN - parts, sem="release")
 
@@ -92,8 +92,8 @@ def wait(word, side):
 def place(program, slices, parts, beside):
     """Return the slice and the part that a program processes.
 
-    ``beside`` slices are processed at a time. Neighbouring programs process the same rows of neighbouring slices, so
-    together they read long contiguous pieces of memory.
+    ``beside`` slices are processed at a time. Neighboring programs process the same rows of neighboring slices. In a
+    channels-last tensor, they therefore read long contiguous pieces of memory together.
     """
     group = program // (beside * parts)
     rest = program - group * (beside * parts)

@@ -32,7 +32,7 @@ def moments_of(
     x, strides, tiles, near, first, last, channel, shape,
     FORM: tl.constexpr, T: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Return low and M2 of this part: its mean is near + low, and M2 is the sum of its squared deviations.
+    """Return low and M2 of this part: its mean is near + low, and M2 is its sum of squared deviations from that mean.
 
     ``near`` is subtracted from the values before they are summed, because E[x^2] - E[x]^2 loses all precision if the
     mean is large. Each of n values is at most sqrt(n) standard deviations from their mean. So the relative error of
@@ -179,15 +179,15 @@ def normalize_part(
 ):  # fmt: skip
     """Process one program's share of a layer: one part of a slice.
 
-    ALONE means that a slice has one part. LAST means that the last program to arrive merges all parts and writes
-    ``stats`` for the other programs; without LAST, every program merges all parts itself. TREE means that parts are
-    merged in two steps: first in groups of up to 32 parts, then the groups.
+    ALONE means that one program processes a whole slice, without a barrier. LAST means that the last program to arrive
+    merges all parts and writes ``stats`` for the other programs; without LAST, every program merges all parts itself.
+    TREE means that parts are merged in two steps: first in groups of up to 32 parts, then the groups.
     """
     R: tl.constexpr = FORM[1]
     EACH: tl.constexpr = 1 if FORM[0] else FORM[2]
     C = shape[0]
     units = shape[1]
-    # ``partial`` holds the running averages before this batch, then the parts' moments.
+    # `partial` holds the running averages before this batch, then the parts' moments.
     before = partial
     partial = partial + 2 * C
     word = words + 2 + piece

@@ -1,7 +1,8 @@
 """Kernels for up to four layers in one launch, on channels-last tensors with the same number of rows.
 
-Slices are numbered across all layers: layer k starts at slice ``first_k``. Absent layers start after the last slice.
-Each layer has its own contiguous part of ``stats``, ``partial`` and ``words``.
+Slices are numbered across all layers: layer 0 starts at slice 0, layer 1 at slice ``first1``, and so on. The start of
+an absent layer is ``slices``, so that no slice belongs to it. Each layer has its own contiguous part of ``stats``,
+``partial`` and ``words``.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def is_number(v):
 
 @triton.jit
 def load_old(running, channel, C):
-    """Load a slice's running mean and variance, and the number of this batch, counted from 1."""
+    """Load a slice's running mean and variance, and the number of batches, including this one."""
     here = channel < C
     mean = tl.load(running[0] + channel, mask=here, other=0.0)
     var = tl.load(running[1] + channel, mask=here, other=0.0)
@@ -43,7 +43,7 @@ def restore(before, C, running):
 
 @triton.jit
 def move(done, slices, before, C, count, mean, var, running, old, momentum, channel, CUMULATIVE: tl.constexpr):
-    """Update one slice's averages to r + factor * (moment - r), with the unbiased variance, and count the slice.
+    """Update each average r of a slice to r + factor * (moment - r), with the unbiased variance, and count the slice.
 
     ``done`` counts the finished slices. A batch of one value per channel changes nothing: it has no unbiased variance.
     """

@@ -1,17 +1,19 @@
 """Access a tensor in tiles, with the same code for both layouts: channels last and channels first.
 
 A *unit* is a row of a channels-last tensor (one location of one example), or ``V`` adjacent locations of one channel of
-a contiguous tensor. In both layouts, a tile is [R, V]: R rows of V channels, or R units of one channel. Per-channel
-values have the shape [W], where W is V or 1 channels, so that ``v[None, :]`` broadcasts over a tile in both layouts.
+a channels-first tensor. In both layouts, a tile is [R, V]: R rows of V channels, or R units of one channel. Per-channel
+values v have the shape [W], where W is V (channels last) or 1 (channels first). So ``v[None, :]`` broadcasts over a
+tile in both layouts.
 
 Most functions take these arguments:
 
 - ``piece``: the index of a slice of channels.
-- ``FORM``: the constants (channels last?, R, V, A, offsets need 64 bits?). All strides are multiples of A and are
-  passed divided by A.
-- ``shape``: the numbers (C, units of a channel, units of a channel in one example, magic, shift). ``magic`` and
-  ``shift`` replace the division by the third number by a multiplication, which is faster.
-- ``strides``: one tensor's strides, first of a row or an example, then of a channel.
+- ``FORM``: five constants: whether the layout is channels last, R, V, A, and whether offsets need 64 bits. All strides
+  are multiples of A and are passed divided by A.
+- ``shape``: five numbers: the number of channels C, the units of a channel, the units of a channel in one example,
+  ``magic`` and ``shift``. ``magic`` and ``shift`` turn the division by the third number into a multiplication, which is
+  faster.
+- ``strides``: a tensor's strides: of a row (channels last) or an example (channels first), then of a channel.
 """
 
 from __future__ import annotations
@@ -84,7 +86,11 @@ def load_tile(x, strides, first, last, channel, shape, FORM: tl.constexpr):
 
 @triton.jit
 def sample(x, strides, first, last, channel, shape, FORM: tl.constexpr):
-    """Estimate the mean [W] of the units from ``first`` on, from one row (channels last) or a few values."""
+    """Estimate the mean [W] of the units ``first`` to ``last - 1`` from a few of their values.
+
+    These are the values of the first row (channels last), or up to 32 values (channels first). The result is 0 for a
+    channel whose estimate is not finite.
+    """
     V: tl.constexpr = FORM[2]
     A: tl.constexpr = FORM[3]
     if FORM[0]:
@@ -117,8 +123,8 @@ def totals(s, t, FORM: tl.constexpr):
 def opaque(v, ON_DEVICE: tl.constexpr):
     """Return ``v``, hidden from the compiler's optimizer.
 
-    Without this, the compiler keeps the float32 copies and addresses of one pass over a tile for the next pass, and
-    needs many more registers.
+    Without this function, the compiler keeps the float32 copies and addresses of one pass over a tile for the next
+    pass, and needs many more registers.
     """
     if not ON_DEVICE:
         return v
@@ -158,7 +164,7 @@ def bit_offsets(first, last, piece, shape, FORM: tl.constexpr):
 
 @triton.jit
 def store_bits(bits, t, first, last, piece, shape, FORM: tl.constexpr):
-    """Write a tile of booleans as bits; the first of each eight booleans is the lowest bit."""
+    """Write a tile of booleans as bits; the first of each eight booleans becomes the lowest bit of a byte."""
     at, exists = bit_offsets(first, last, piece, shape, FORM)
     eights = tl.reshape(t, [FORM[1] * FORM[2] // 8, 8]).to(tl.int32)
     tl.store(bits + at, tl.sum(eights << tl.arange(0, 8)[None, :], 1).to(tl.uint8), mask=exists)
@@ -186,7 +192,7 @@ def tanh(z):
 
 @triton.jit
 def activate(z, slope, ACT: tl.constexpr):
-    """Return g(z)."""
+    """Return g(z), where g is the activation whose code is ACT."""
     if ACT == RELU:
         return tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
     elif ACT == LEAKY_RELU:
