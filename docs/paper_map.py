@@ -133,7 +133,7 @@ SECTIONS: dict[str, list[Row]] = {
         ),
         Row(
             "**Algorithm 2, line 6**: train; any variant of SGD",
-            ("Sec. 3.1; Sec. 4.1", "Sec. 4.2.2; Alg. 2 at the end", "reproduce.mnist.optimizers.Optimizers"),
+            ("Sec. 3.1; Sec. 4.1", "Sec. 4.2.2; Alg. 2, l. 7-11", "reproduce.mnist.optimizers.Optimizers"),
             (f"{CLAIMS}::test_every_optimizer_trains_with_bn",),
             ("train", "reproduce optimizers"),
         ),

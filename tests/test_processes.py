@@ -1,6 +1,7 @@
 """Processes that share a device: side by side but one at a time where they measure."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -51,6 +52,20 @@ def test_none_begins_after_the_time_is_up(monkeypatch, processes):
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     with workers(processes) as run:
         assert len(list(run(int, [("1",)] * 5, 1.5))) == 1  # asked at 1 and at 2
+
+
+def write_handler(path):
+    path.write_text(repr(signal.getsignal(signal.SIGINT)))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="other signals")
+def test_a_child_ignores_ctrl_c_until_it_sets_a_handler(tmp_path):
+    before = signal.getsignal(signal.SIGINT)
+    child = ChildProcess(write_handler, tmp_path / "handler")
+    assert signal.getsignal(signal.SIGINT) is before
+    while child.alive:
+        time.sleep(0.01)
+    assert "SIG_IGN" in (tmp_path / "handler").read_text()
 
 
 def test_without_processes_the_work_is_done_here():

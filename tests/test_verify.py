@@ -268,13 +268,13 @@ def test_a_mean_that_is_zero_up_to_rounding_is_no_difference():
 def test_what_changes_from_run_to_run_is_blamed_on_the_original():
     calls = []
     net = Both(lambda self, f, out: calls.append(1) or out * len(calls))
-    with pytest.raises(ValueError, match=r"The original itself differs by .* from one run to the next"):
+    with pytest.raises(ValueError, match=r"The original network's own results differ by .* from one run to the next"):
         bn.fold(net, torch.randn(IMAGE))
 
 
 def test_a_given_tolerance_is_kept_to():
     net, x = chaotic(), torch.randn(8, 16)
-    with pytest.raises(ValueError, match="more than 1e-12"):
+    with pytest.raises(ValueError, match="more than the tolerance of 1e-12"):
         bn.fold(net, x, tolerance=1e-12)
 
 

@@ -86,6 +86,10 @@ __all__ = [
 _LAZY = {"load": "batchnorm.train.trained_run"}
 
 
+def __dir__() -> list[str]:
+    return [*__all__, *(name for name in globals() if name.startswith("__"))]
+
+
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

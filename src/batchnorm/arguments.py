@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 try:
     import tyro
-    from tyro.conf import OmitArgPrefixes, Positional, arg
+    from tyro.conf import OmitArgPrefixes, Positional, Suppress, arg
 
     TYRO: Any = tyro
 except ImportError:  # use argparse, with the same annotations
@@ -26,6 +26,9 @@ except ImportError:  # use argparse, with the same annotations
 
     class OmitArgPrefixes:  # type: ignore[no-redef]
         """Do nothing, because with argparse no option has a prefix."""
+
+    class Suppress:  # type: ignore[no-redef]
+        """Mark an argument that is not an option of the command, so it keeps its default."""
 
     class Positional:  # type: ignore[no-redef]
         """Mark a positional argument."""
@@ -42,7 +45,7 @@ except ImportError:  # use argparse, with the same annotations
             self.name, self.metavar, self.aliases = name, metavar, aliases
 
 
-__all__ = ["OmitArgPrefixes", "Positional", "arg", "call_with"]
+__all__ = ["OmitArgPrefixes", "Positional", "Suppress", "arg", "call_with"]
 
 
 def call_with(words: Sequence[str], function: Callable[..., Any], prog: str, description: str) -> Any:
@@ -75,7 +78,7 @@ def call_with(words: Sequence[str], function: Callable[..., Any], prog: str, des
 
 
 class _Output(io.StringIO):
-    """Collect text that is meant for the standard output, and answer questions about a stream as it would."""
+    """Collect what is printed, with the ``encoding`` and the ``isatty()`` of the real standard output."""
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -103,7 +106,7 @@ def _without_box(text: str, prog: str) -> str:
 
 
 def _without_none(text: str) -> str:
-    """Return tyro's help without the default of options that are not set by default; the box keeps its shape.
+    """Return tyro's help with spaces in place of "(default: None)", so that its box keeps its shape.
 
     >>> _without_none("│ a folder (default: None) │")
     '│ a folder                 │'
@@ -113,7 +116,7 @@ def _without_none(text: str) -> str:
 
 
 def _optional(info: Any) -> Any:
-    """Return tyro's specification of an option that is None by default, so that None is not listed as a choice."""
+    """Return a specification that does not list None as a choice, or return None if tyro's own rules should apply."""
     if get_origin(info.type) not in (Union, UnionType):
         return None
     kind, *others = (one for one in get_args(info.type) if one is not NoneType)
@@ -137,6 +140,9 @@ def _add_arguments(parser: ArgumentParser, function: Callable[..., Any]) -> Call
     parameters = signature(function).parameters
     for name, parameter in parameters.items():
         kind, *marks = get_args(hints[name]) if get_origin(hints[name]) is Annotated else (hints[name],)
+        if Suppress in marks:
+            parser.set_defaults(**{name: parameter.default})
+            continue
         if is_dataclass(kind):
             nested[name] = _add_arguments(parser, kind)  # type: ignore[arg-type]
             continue

@@ -87,7 +87,7 @@ class VerbReport:
         """Return the summary, the sites that need an explanation, and the notes."""
         _, action, _ = WORDS.get(self.verb, ("", "done", ""))
         listed, rest = list(self.sites), 0
-        if self.verb != "insert":  # for insert, list all sites, because insert chose them
+        if self.verb != "insert":  # insert itself chose its sites, so list all of them
             listed = [site for site in self.sites if site.reason or not site.action.startswith(action)]
             listed.sort(key=lambda site: site.action.startswith((action, "fixed")))
             listed, rest = listed[:LISTED], len(listed[LISTED:])
@@ -117,7 +117,7 @@ class LayerStatistics:
 
     @property
     def m(self) -> float:
-        """The paper's m: the mean number of values per feature in a mini-batch, locations included.
+        """The paper's m: the mean number of values per feature in a mini-batch, over examples and locations.
 
         A mini-batch is the input of one forward pass, even if gradients are accumulated over several passes.
         """

@@ -142,7 +142,7 @@ COMMANDS = {
         "--stds 0.01 0.1 1 --seeds 2",
         PLOTS,
     ),
-    "bench cpu": Command("batchnorm.bench.cpu:cpu", "time the CPU path against torch, side by side", "--threads 1"),
+    "bench cpu": Command("batchnorm.bench.cpu:cpu", "time batch normalization on a CPU against torch", "--threads 1"),
     "bench kernels": Command(
         "batchnorm.bench.kernels:kernels",
         "time the fused CUDA kernels against eager torch and torch.compile",
@@ -224,7 +224,8 @@ def main(arguments: list[str] | None = None) -> int:
         status = _run(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()
     except BrokenPipeError:  # the program that reads our output, such as `head`, has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit does not fail
+        # Python flushes stdout again at exit. Redirect it, so that this flush does not fail.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return status
 
@@ -252,7 +253,7 @@ def _run(words: list[str]) -> int:
     except BrokenPipeError:
         raise
     except (MissingExtraError, OSError, ValueError) as error:
-        # The user can fix these errors, so print one sentence. Errors that are not caught here keep their traceback.
+        # The user can fix these errors, so print one sentence instead of a traceback.
         print(f"batchnorm {command}: {sentence(error)}", file=sys.stderr)
         return 2
     except JobsFailedError as error:

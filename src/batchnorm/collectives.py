@@ -69,7 +69,8 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, flat: Tensor, group: distributed.ProcessGroup | None) -> Tensor:
         ctx.group = group
-        # Use all-reduce instead of all-gather, because every backend supports it. Adding zeros is exact.
+        # Use all-reduce, which every backend supports, instead of all-gather: each rank fills its own row, and adding
+        # the other ranks' zeros to a row is exact.
         rows = flat.new_zeros(world_size(group), flat.numel())
         rows[distributed.get_rank(group)] = flat
         distributed.all_reduce(rows, group=group)

@@ -1,8 +1,8 @@
 """``torch.compile(net, backend="batchnorm")``: fused batch normalization for networks of plain ``torch.nn`` layers.
 
 Dynamo's graph calls ``F.batch_norm``. In training mode, each call that the fused kernels support is replaced with a
-call to this library, together with the sum and the activation after it. Inductor compiles the changed graph. In
-evaluation mode, batch normalization is elementwise, and Inductor fuses it without help.
+call to this library, which also computes the sum and the activation that follow, if any. Inductor compiles the changed
+graph. In evaluation mode, batch normalization is elementwise, and Inductor fuses it without help.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .graph.patterns import Match, Matcher
 
 log = logging.getLogger(__name__)
 
-# Each function's arguments in order, by the names that F.batch_norm gives them.
+# The positional arguments of each function, by the names that F.batch_norm gives them.
 PARAMETERS: dict[Any, tuple[str, ...]] = {
     F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
     torch.batch_norm: ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps"),
@@ -56,8 +56,8 @@ def compile_graph(
         options: Inductor's options, as for ``torch.compile``.
         inner: the backend that compiles the changed graph, or the backend's name; only Inductor takes ``mode`` and
             ``options``.
-        everywhere: also fuse calls that the fused kernels do not support, such as calls on a CPU; these do not become
-            faster.
+        everywhere: also replace calls that the fused kernels do not support, such as calls on a CPU; such calls do
+            not become faster.
     """
     with _compiling():
         fuse_(module, everywhere=everywhere)
@@ -66,7 +66,6 @@ def compile_graph(
         functions = {f"{__name__}.{f.__name__}": _digest() for f in (normalize_batch, move_averages_)}
         functions |= inductor_config.unsafe_marked_cacheable_functions
         with inductor_config.patch(unsafe_marked_cacheable_functions=functions):
-            # This class handles mode and options for backend="inductor".
             return torch._TorchCompileInductorWrapper(mode, options, None)(module, inputs)  # type: ignore[no-any-return]
 
 
@@ -145,7 +144,7 @@ def _fusable(graph: fx.Graph, calls: list[fx.Node], everywhere: bool) -> dict[fx
         log.info("batch normalization inside a torch.func transform is left alone")
         return {}
     norms = dict.fromkeys(node for node in calls if _is_plain(node, everywhere))
-    # The running averages are updated at the end of the graph, so no other node may use them.
+    # The running averages will be updated at the end of the graph, so leave out calls whose averages other nodes use.
     while others := [node for node in norms if any(user not in norms for a in _averages(node) for user in a.users)]:
         for node in others:
             del norms[node]
@@ -158,12 +157,13 @@ def _is_plain(node: fx.Node, everywhere: bool) -> bool:
     if type(x) is not FakeTensor or type(y) is not FakeTensor or x.dim() < 2:
         return False
     if not node.args or len(_averages(node)) == 1:
-        return False  # torch.nn passes the input by position, and either both running averages or none
-    # If the input is permuted, torch.nn's output is contiguous, and later code may rely on that layout.
+        return False  # not a call from torch.nn, which passes the input by position and both running averages or none
+    # For a permuted input, F.batch_norm returns a contiguous output. Leave out such calls, because later code may rely
+    # on this layout.
     if not _is_known_equal(x.stride(), y.stride()) or x.dtype is not y.dtype:
         return False
     if statically_known_true(x.numel() <= x.shape[1]):
-        return False  # the batch is empty, or has a single value per channel
+        return False
     return everywhere or ops.explain(x, _value(given["weight"]), _value(given["bias"])).path == "cuda"
 
 
@@ -201,8 +201,8 @@ def _replace(graph: fx.Graph, matches: list[Match]) -> None:
         y.meta = dict(match.end.meta)
         results.meta = {key: value for key, value in y.meta.items() if key != "example_value"}
         match.replace_by(y)
-        # A layer that is called twice updates its averages twice, so each round of updates contains an average at most
-        # once.
+        # If a layer is called twice, its averages are updated twice. move_averages_ can update an average only once per
+        # call, so divide the updates into rounds in which each average occurs at most once.
         turn = next((turn for turn in rounds if not turn.keys() & {*averages}), None)
         if turn is None:
             rounds.append(turn := {})

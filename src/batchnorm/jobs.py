@@ -109,10 +109,11 @@ def run_side_by_side(waiting: Sequence[Job], *, jobs: int, minutes: float | None
                 asked, unfinished = True, unfinished or bool(left)
                 left.clear()
                 for process in running:
-                    process.signal("SIGTERM")  # only once: the job saves its state on the first signal
+                    process.signal("SIGTERM")
             for process in [process for process in running if not process.alive]:
                 one = running.pop(process)
-                finished = one.job.finished()  # true even if a signal interrupted the job's exit
+                # Do not rely on the exit status: a signal may interrupt the exit of a job that has written its results.
+                finished = one.job.finished()
                 unfinished = unfinished or not finished
                 if not finished and process.exit_status != STOPPED and not stopping:
                     failed[one.job.name] = _end_of_log(one.job, process.exit_status)
@@ -158,7 +159,7 @@ class _Running:
         if not self.path.exists():
             return []
         with self.path.open("rb") as file:
-            # A resumed run truncates the file to the records up to its checkpoint.
+            # The file may have become shorter, because a resumed run removes the records after its checkpoint.
             self.position = min(self.position, file.seek(0, 2))
             file.seek(self.position)
             new = file.read()

@@ -31,7 +31,7 @@ def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     A tensor is passed unchanged. Of a tuple or list, only the first item is passed. A dict becomes keyword arguments.
 
     Raises:
-        TypeError: for a batch of another type; such a batch needs ``forward=``.
+        TypeError: for a batch of another type, or an empty tuple or list; such a batch needs ``forward=``.
 
     >>> arguments((torch.zeros(2), "labels"))
     ((tensor([0., 0.]),), {})
@@ -66,7 +66,7 @@ def call(net: nn.Module, batch: Any, forward: Forward | None = None) -> Any:
         called = "net(batch)" if isinstance(batch, Tensor) else "net(batch[0])" if args else "net(**batch)"
         raise TypeError(
             f"the network cannot be called as {called} on a batch of type {type(batch).__name__}: {form}; pass a"
-            " dict of inputs by name or, if you called a function with a forward= argument, pass"
+            " dict of inputs by name or, if the function that you called has a forward= argument, pass"
             " forward=lambda net, batch: net(*batch)"
         ) from error
 
@@ -77,13 +77,13 @@ def _misfit(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> st
         inspect.signature(net.forward).bind(*args, **kwargs)
     except TypeError as error:
         return str(error)
-    except ValueError:  # forward has no signature
+    except ValueError:
         return None
     return None
 
 
 def eagerly() -> AbstractContextManager[Any]:
-    """Disable torch.compile temporarily: compiled code may ignore hooks that were added later."""
+    """Return a context manager that disables torch.compile, because compiled code may ignore hooks added later."""
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
@@ -120,7 +120,7 @@ def _with_tensors(holder: Any, fn: Callable[[Tensor], Tensor]) -> Any:
 
 
 def map_tensors(tree: Any, fn: Callable[[Tensor], Any], other: Callable[[Any], Any] | None = None) -> Any:
-    """Return nested tuples, lists and dicts with ``fn`` applied to each tensor, and ``other`` to each other leaf."""
+    """Return nested tuples, lists and dicts with ``fn`` applied to the tensors, and ``other`` to all other leaves."""
     if isinstance(tree, Tensor):
         return fn(tree)
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
@@ -156,7 +156,8 @@ def walk(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         yield path, item
         if not isinstance(item, LEAVES) and id(item) not in entered:
             entered[id(item)] = item
-            with suppress(Exception):  # the item may be a dead weakref proxy or a closed file
+            # Reading attributes may raise any error, for example if the item is a dead weakref proxy or a closed file.
+            with suppress(Exception):
                 waiting.extend((path + label, part) for label, part in reversed(parts(item)))
 
 
@@ -169,7 +170,8 @@ def parts(item: Any) -> list[tuple[str, Any]]:
         inside = [(f"[{key!r}]", item[key]) for key in item]
     elif isinstance(item, tuple | list | deque | Set):
         inside = [(f"[{i}]", part) for i, part in enumerate(item)]
-    known = {id(part) for _, part in inside}  # outputs of the package transformers repeat their items as attributes
+    # Skip attributes that are also items: outputs of Hugging Face's transformers have each value twice.
+    known = {id(part) for _, part in inside}
     return inside + [(f".{name}", part) for name, part in _attributes(item) if id(part) not in known]
 
 
@@ -179,6 +181,6 @@ def _attributes(item: Any) -> list[tuple[str, Any]]:
     for kind in type(item).__mro__:
         for name, slot in vars(kind).items():
             if isinstance(slot, MemberDescriptorType) and name != "__dict__":
-                with suppress(AttributeError):  # the slot was never set
+                with suppress(AttributeError):
                     attributes.append((name, slot.__get__(item)))
     return attributes

@@ -51,7 +51,8 @@ def _uncopied(net: nn.Module) -> Memo:
     memo: Memo = {}
     for module in net.modules():
         for value in vars(module).values():
-            # Old-style weight_norm and spectral_norm keep computed weights as attributes, which deepcopy rejects.
+            # Old-style weight_norm and spectral_norm store computed weights as attributes. They are not leaves of the
+            # autograd graph, so deepcopy would reject them.
             if isinstance(value, Tensor) and not value.is_leaf:
                 memo[id(value)] = value.detach().clone()
             # A process group does not belong to the network, so the copy uses the same group.
@@ -89,7 +90,8 @@ def copy_with(net: nn.Module, replacements: Mapping[nn.Module, Callable[[Memo], 
 def restored(net: nn.Module) -> Iterator[None]:
     """On exit, restore all modes and buffers (the same tensor objects), and the momentum of batch normalizations."""
     modes = {m: (m.training, getattr(m, "momentum", None)) for m in net.modules()}
-    # Clone the buffers, because torch's kernels update running statistics without increasing the version counter.
+    # Clone all buffers. The version counters do not show which of them change, because torch's kernels update running
+    # statistics without increasing the counter.
     buffers = [(m, key, b, b.clone()) for m in modes for key, b in m._buffers.items() if b is not None]
     try:
         yield
@@ -160,7 +162,7 @@ def _fixed_random_numbers(net: nn.Module) -> Iterator[None]:
 
 
 def _held(net: nn.Module) -> dict[int, tuple[str, Any]]:
-    """Return descriptions of a network's modules and tensors by ``id``, including those in plain lists and objects."""
+    """Return {id: (description, object)} for a network's modules and tensors, also those in plain lists and objects."""
     found: dict[int, tuple[str, Any]] = {}
     waiting: list[tuple[str, nn.Module]] = [("", net)]
     while waiting:
@@ -225,7 +227,7 @@ def require_numbers(olds: list[Tensor]) -> None:
         return
     raise ValueError(
         f"the network cannot be checked on this example, so nothing was changed: {problem}; pass an example for which"
-        " it returns tensors that are neither empty nor NaN"
+        " the network returns tensors that are neither empty nor NaN"
     )
 
 
@@ -242,7 +244,7 @@ def relative(new: Tensor, old: Tensor) -> float:
     scale = float(old.abs()[old.isfinite()].max()) if old.isfinite().any() else 0.0
     worst = float(difference.max())
     if isnan(worst):
-        return inf  # only one of them has a NaN at some position
+        return inf
     return worst / scale if scale > 0 else worst
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-# The names torchvision and timm are reserved; a colon or, in "bench networks", a slash follows them.
+# Matches torchvision:NAME and timm:NAME. The command "bench networks" uses a slash instead of the colon.
 _LIBRARY = re.compile(r"(torchvision|timm)[:/]([\w.-]+)")
 # Without init_weights=True, these networks warn that their default initialization will change.
 _INIT_WEIGHTS = ("googlenet", "inception_v3")
@@ -75,7 +75,6 @@ def is_of_library(name: str) -> bool:
 
 
 def _call(name: str, source: str, function: str, classes: int | None) -> Any:
-    """Import and call the user's function."""
     try:
         module = _import_file(Path(source)) if source.endswith(".py") else import_module(source)
     except (ImportError, SyntaxError) as error:
@@ -103,7 +102,7 @@ def _from_library(library: str, name: str, classes: int | None) -> nn.Module:
         return import_module("torchvision.models").get_model(name, weights=None, **options)  # type: ignore[no-any-return]
     except ModuleNotFoundError as error:
         raise ValueError(f"{name} needs {error.name}, which is not installed; run: pip install {library}") from error
-    except Exception as error:  # an unknown name, or a library for another torch version; the errors vary
+    except Exception as error:  # both libraries raise various errors, for example if the name is unknown
         raise ValueError(f"cannot make {library}'s {name}: {str(error).partition(chr(10))[0]}") from error
 
 
@@ -111,8 +110,8 @@ def _import_file(path: Path) -> Any:
     path = path.resolve()
     if not path.is_file():
         raise ImportError(f"{path} is not a file; relative paths are resolved from the current folder")
-    # Each path gets a different module name, so that files of the same name in different folders do not replace each
-    # other.
+    # Add a digest of the path to the module's name. Otherwise files of the same name in different folders would replace
+    # each other in sys.modules.
     name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     spec = spec_from_file_location(name, path)
     assert spec is not None
@@ -140,7 +139,7 @@ def _arguments(name: str, function: Callable[..., Any], classes: int | None) -> 
             hint = "; give its arguments default values" if classes is None else "; name its argument 'classes'"
         raise ValueError(f"{name} cannot be called {how}: {error}{hint}") from error
     except ValueError:
-        return {}  # a builtin with an unknown signature
+        return {}
     return given
 
 

@@ -16,7 +16,7 @@ PACKAGES = {"PIL": "pillow"}  # packages whose name differs from the module's
 
 
 class MissingExtraError(ImportError):
-    """Report that packages for an optional part of the library are missing."""
+    """Raised if an optional package is needed but not installed."""
 
 
 def require(module: str, extra: str) -> ModuleType:
@@ -32,7 +32,7 @@ def require(module: str, extra: str) -> ModuleType:
     try:
         return import_module(module)
     except ImportError as error:
-        # The missing package may be a different one: torch.utils.tensorboard needs tensorboard.
+        # Name the missing package, which may differ from `module`: torch.utils.tensorboard needs tensorboard.
         raise MissingExtraError(_sentence([(error.name or module).partition(".")[0]], [extra])) from error
 
 

@@ -41,8 +41,8 @@ Rule = Literal["paper", "pooled"]
 Upstream = Literal["batch", "population"]
 Layers = dict[TorchBatchNorm, str]
 
-# In training mode with momentum 1, calling one of these layers sets its buffers to the batch's mean and unbiased
-# variance.
+# If a layer of one of these classes is called in training mode with momentum 1, its running mean and variance become
+# the batch's mean and unbiased variance.
 KNOWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d)
 FUNCTIONS = (F.batch_norm, torch.batch_norm, torch.native_batch_norm)
 
@@ -57,8 +57,8 @@ def population_statistics(over_batches: AveragedMoments, rule: Rule) -> tuple[Te
     """
     m = over_batches.count / over_batches.batches
     E_x, E_var = over_batches.mean, over_batches.var
-    # Rule "pooled" computes the variance of all samples together: the variance within mini-batches plus that between
-    # them.
+    # Rule "pooled" computes the variance of all samples together: the average variance within mini-batches plus the
+    # variance of their means.
     Var_x = m / (m - 1) * E_var if rule == "paper" else E_var + over_batches.mean_spread
     return E_x, Var_x
 
@@ -104,7 +104,7 @@ def estimate_(
             (with ``upstream="population"``, only if the variance is then undefined); if a moment is not finite; if
             ranks with synchronized layers have different numbers of batches (with ``upstream="batch"``); if the
             network's code calls a layer's ``forward`` method instead of the layer; or if a layer has its own forward
-            and normalizes neither with ``F.batch_norm`` nor with the forward of its base class.
+            that never calls ``F.batch_norm`` or the forward of its base class.
         TypeError: if the network cannot be called on the batches; pass ``forward=`` to say how to call it.
 
     >>> net = nn.Sequential(nn.BatchNorm1d(1))
@@ -139,20 +139,24 @@ def estimate_(
                 averages = observer.averages()
                 if averages is not None:
                     found[observer.layer] = averages
-                    _write(observer.layer, averages, rule)  # for the next pass; `restored` undoes it on exit
+                    # The next pass normalizes by these statistics. On exit, `restored` brings back the old ones.
+                    _write(observer.layer, averages, rule)
     left_alone += functional.sites
     if not layers:
         why = "; ".join(map(str, left_alone)) or "it has no batch normalization layers"
         raise ValueError(f"the network has no statistics to estimate: {why}")
     if not found:
         raise ValueError(
-            "no batch had values for a batch normalization layer, so nothing was estimated: check that batches is not"
-            " empty, that masks are not all False, and that the network calls its layers as layer(x), not as"
+            "no batch had values for any batch normalization layer, so nothing was estimated: check that batches is"
+            " not empty, that masks are not all False, and that the network calls its layers as layer(x), not as"
             " layer.forward(x)"
         )
     compared = tuple(_compare(path, m, found[m], rule) for m, path in layers.items() if m in found)
     unreached = [path for m, path in layers.items() if m not in found]
-    left_alone += [Site(path, "left alone", "these batches have no values for it") for path in unreached]
+    left_alone += [
+        Site(path, "left alone", "not called on these batches, or only on empty or fully masked inputs")
+        for path in unreached
+    ]
     for layer, averages in found.items():
         _write(layer, averages, rule)
     return Population(compared, tuple(left_alone))
@@ -186,8 +190,10 @@ def _by_depth(
     if first is None:
         return []
     graph = trace(net, first, forward)
-    reaching: dict[TracedCall, set[nn.Module]] = {}  # the layers on paths from the input up to and including a call
-    above: dict[nn.Module, set[nn.Module]] = {}  # the layers on paths from the input to any call of a layer
+    # For each call, the layers on the paths from the network's input to the call, including the called layer.
+    reaching: dict[TracedCall, set[nn.Module]] = {}
+    # For each layer, the layers on the paths from the network's input to any of its calls.
+    above: dict[nn.Module, set[nn.Module]] = {}
     for call in graph.calls:
         found = reaching[call] = set().union(*(reaching.get(v.producer, ()) for v in call.inputs if v.producer))
         if isinstance(call.module, TorchBatchNorm) and call.module in layers:
@@ -195,13 +201,16 @@ def _by_depth(
             found.add(call.module)
     shared = {m for m in above if len(graph.calls_of(m)) > 1}
     for m in shared:
-        m.training = True  # a shared layer normalizes by the mini-batch until its statistics are known
-    depends = {m: set(found) for m, found in above.items()}  # `above`, plus layers above other calls of shared layers
+        m.training = True  # a layer that is called several times uses batch statistics until its own are estimated
+    # The transitive closure of `above`: a layer that depends on a shared layer depends on the layers before all
+    # calls of that shared layer.
+    depends = {m: set(found) for m, found in above.items()}
     for middle in above:
         for found in depends.values():
             if middle in found:
                 found |= depends[middle]
-    # A layer does not wait for a shared layer that depends on it, because the shared layer has to come later.
+    # If a shared layer depends on a layer, do not let that layer wait for the shared layer: the two would wait for each
+    # other.
     sorter = TopologicalSorter(
         {m: {n for n in above[m] - {m} if n not in shared or m not in depends[n]} for m in above}
     )
@@ -276,7 +285,7 @@ class _Observer:
         self.direct = direct or type(layer) not in KNOWN or narrow or own or uncounted or self.own_forward
         self._moments = MomentAccumulator(unbiased=not self.direct)
         self._called = False
-        self._counted: Tensor | int = 0  # how many calls the layer should have counted
+        self._counted: Tensor | int = 0  # what num_batches_tracked should be if every call of the layer was observed
         self._m: Tensor | int = 0
 
     @contextmanager
@@ -286,13 +295,13 @@ class _Observer:
         with ExitStack() as stack:
             stack.enter_context(layer.register_forward_pre_hook(self._before, with_kwargs=True))
             if not self.direct:
-                # Count from 0: `averages` compares the layer's count with the number of observed calls.
+                # Let the layer count from 0, because `averages` compares its count with the number of observed calls.
                 layer._buffers["num_batches_tracked"] = torch.zeros_like(layer.num_batches_tracked)  # type: ignore[arg-type]
                 layer.momentum = 1.0
                 stack.enter_context(layer.register_forward_hook(self._after))
             if self.own_forward and isinstance(layer, BatchNorm):
-                # Record the input in a replaced _check_input, and disable the fast path, which does not call
-                # _check_input.
+                # BatchNorm.forward passes what it normalizes to _check_input, so replace that method with one that
+                # records the input. Disable the fast path, which does not call _check_input.
                 patches = {"_fast": lambda *args: None, "_check_input": self._check_input}
                 vars(layer).update(patches)
                 stack.callback(lambda: [vars(layer).pop(name) for name in patches])
@@ -335,7 +344,7 @@ class _Observer:
     def _after(self, layer: nn.Module, args: Any, out: Any) -> None:
         mu, var = self.layer.running_mean, self.layer.running_var
         assert mu is not None and var is not None  # noqa: PT018
-        # torch.nn's layers count empty batches; this library's layers do not.
+        # torch.nn's layers increase num_batches_tracked for empty batches too; this library's layers do not.
         self._counted = self._counted + (self._m > 0 if isinstance(layer, BatchNorm) else 1)
         self._moments.add(self._m, mu, var)
 
@@ -343,8 +352,8 @@ class _Observer:
         """Return the averages over the batches of all ranks, or None if no batch had values for this layer.
 
         Raises:
-            ValueError: if a batch gave no usable moments, if the layer ran without its hooks, if its forward hides what
-                it normalizes, or if there are too few values for a variance.
+            ValueError: if a moment is not finite, if the layer ran without its hooks, if the input that its own
+                forward normalizes could not be observed, or if there are too few values for a variance.
         """
         surplus = 0 if self.direct else int(self.layer.num_batches_tracked) - int(self._counted)  # type: ignore[arg-type]
         hidden = self.own_forward and self._called
@@ -353,15 +362,15 @@ class _Observer:
         finite = found is None or bool((found.mean + found.var + found.mean_spread).isfinite().all())
         if any(surplus > 0 for _, surplus, _ in ranks):
             raise ValueError(
-                f"layer '{self.path}': the network's code runs the layer's forward method without calling the layer, so"
-                " its inputs cannot be observed; the network was not changed. Write layer(x) instead of"
-                " layer.forward(x)"
+                f"layer '{self.path}': some batches seem to have been passed to its forward method, which skips the"
+                " hooks that observe the layer's inputs; the network was not changed. In the network's code, write"
+                " layer(x) instead of layer.forward(x)"
             )
         if found is None and any(hidden for *_, hidden in ranks):
             raise ValueError(
-                f"layer '{self.path}': the forward of {type(self.layer).__name__} normalizes neither with F.batch_norm"
-                " nor with the forward of its base class, so what it normalizes cannot be observed; the network was not"
-                " changed. To leave the layer out, call net.train(), and then eval() on the layer"
+                f"layer '{self.path}': the forward of {type(self.layer).__name__} never called F.batch_norm or the"
+                " forward of its base class on a batch with values, so what it normalizes cannot be observed; the"
+                " network was not changed. To leave the layer out, call net.train(), and then eval() on the layer"
             )
         if not finite or any(surplus < 0 for _, surplus, _ in ranks):
             raise ValueError(
@@ -398,7 +407,8 @@ class _FunctionalCalls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if sys._getframe(1).f_globals.get("__name__", "").startswith(ops.__name__):
-            return func(*args, **kwargs)  # called by this library; any observer has already recorded the input
+            # This library's own code made the call. If the layer has an observer, the input is already recorded.
+            return func(*args, **kwargs)
         owner = _running_module() if func in FUNCTIONS else None
         if owner in self.observers:
             self.observers[owner].observe(args[0] if args else kwargs["input"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +31,8 @@ class ChildProcess:
 
     def __init__(self, target: Work, *args: Any) -> None:
         self._process = SPAWN.Process(target=target, args=args)
-        self._process.start()
+        with _ignoring_ctrl_c():
+            self._process.start()
 
     @property
     def alive(self) -> bool:
@@ -49,6 +51,22 @@ class ChildProcess:
                 os.kill(self._process.pid, getattr(signal, name))
 
 
+@contextmanager
+def _ignoring_ctrl_c() -> Iterator[None]:
+    """Let processes that start in the block ignore Ctrl-C until they set a handler.
+
+    Otherwise, Ctrl-C would print a traceback from each process that is still importing torch.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 class Remote(ChildProcess):
     """Build an object with ``make(*args)`` in a new process, and call its methods there.
 
@@ -60,8 +78,8 @@ class Remote(ChildProcess):
         super().__init__(_serve, theirs, make, args)
         theirs.close()
         self._busy = True
-        # Close the process at exit: Python waits for child processes, and would wait forever for this one. Finalize
-        # runs before Python waits; in a child process, atexit functions run only after the wait.
+        # At exit, Python waits for its child processes, and would wait forever for this one. So close it first. Do not
+        # use atexit: if this process is itself a child, its atexit functions run only after the wait.
         self._at_exit = Finalize(None, self.close, exitpriority=0)
 
     def call(self, method: str, *args: Any) -> Any:
@@ -122,7 +140,7 @@ def _portable(error: Exception) -> Exception:
     error.add_note(f"in another process:\n{traceback.format_exc()}")
     try:
         return pickle.loads(pickle.dumps(error))  # type: ignore[no-any-return]
-    except Exception:  # not every error can be pickled
+    except Exception:
         return RuntimeError(repr(error))
 
 
@@ -146,9 +164,10 @@ Run = Callable[[Work, Sequence[tuple[Any, ...]], float], Iterator[Outcome]]
 
 @contextmanager
 def workers(processes: int, *, threads: int | None = None, device_turns: bool = False) -> Iterator[Run]:
-    """Start processes and yield ``run(work, jobs, seconds)``, which calls ``work(*job)`` and yields each outcome.
+    """Start processes and yield ``run(work, jobs, seconds)``, a function that uses these processes.
 
-    ``run`` starts no further job once ``seconds`` have passed.
+    ``run`` calls ``work(*job)`` for each job and yields the outcomes in the order in which the jobs finish. It starts
+    no further job once ``seconds`` have passed.
 
     Args:
         processes: how many processes to start; 0 runs the jobs in this process, one after the other.
@@ -209,10 +228,8 @@ def _outcome(number: int, job: tuple[Any, ...], call: Work, *args: Any) -> Outco
 
 
 class _Caller:
-    """Call functions in a worker process."""
-
     def __init__(self, lock: AbstractContextManager[Any] | None, threads: int | None) -> None:
-        # Compile in the worker itself: one pool of compiler processes for each worker would be too many processes.
+        # By default, Inductor starts a pool of compiler processes in each worker, which would be too many processes.
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         if threads is not None:
             torch.set_num_threads(threads)
@@ -253,9 +270,10 @@ _held = False
 
 @contextmanager
 def device_turn() -> Iterator[None]:
-    """Hold the lock of the workers that share a device inside the block; if there is no such lock, do nothing."""
+    """Inside the block, hold the lock of the workers that share a device; if there is no such lock, do nothing."""
     global _held
-    # Another thread of this process may hold the lock already: a backward pass runs in a separate thread.
+    # If this process holds the lock already, do not wait for it. A backward pass runs in a separate thread, and would
+    # wait forever for the thread that started it.
     if _lock is None or _held:
         yield
         return

@@ -147,8 +147,6 @@ class Display:
 
 
 class _Shown:
-    """Hold the progress of one task."""
-
     def __init__(self, task: Any, total: int | None, unit: str) -> None:
         self.task, self.total, self.unit = task, total, unit
         self.done, self.text, self.printed = 0, "", float("-inf")

@@ -118,7 +118,7 @@ def sync(path: Path) -> None:
     """Wait until the contents of a file or folder are on the disk."""
     windows = os.name == "nt"
     if windows and path.is_dir():
-        return  # Windows cannot open folders; it journals renames itself
+        return  # Windows cannot open folders, and its file system journals renames
     handle = os.open(path, os.O_RDWR if windows else os.O_RDONLY)
     try:
         os.fsync(handle)

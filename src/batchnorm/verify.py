@@ -28,13 +28,13 @@ from .network_copy import (
 Make = Callable[[nn.Module, Any], nn.Module]
 
 AMPLIFICATION = 20.0
-"""The largest accepted error, in units of how much the original's results change if its weights are rounded."""
+"""Errors are accepted up to this many times the error that rounding the original's weights causes."""
 TRIALS = 3
 """The maximum number of times that the effect of rounding the weights is measured; once is usually enough."""
 EXACT = 1e-6
 """The largest relative error accepted in float64 without measuring how much the network amplifies rounding."""
 TINY = 1e-12
-"""The relative change of the weights that simulates rounding, if the new network's weights are exact in float64."""
+"""The relative change of the weights that simulates rounding, if the new network's float64 weights are exact."""
 
 
 class DifferenceError(ValueError):
@@ -88,7 +88,7 @@ def verify(
         rounded = tolerance is None and errors[worst] < inf
         if errors[worst] <= limit or (rounded and _is_rounding(old, new, run, same_weights, make, limit)):
             return max(error for path, error in errors.items() if path not in was.buffers)
-        explained = "rounding explains" if tolerance is None else f"{tolerance:.0e}"
+        explained = "rounding explains" if tolerance is None else f"the tolerance of {tolerance:.0e}"
         raise DifferenceError(
             f"{worst} differs from the original's by {errors[worst]:.2e} (relative), more than {explained}"
         )
@@ -157,14 +157,15 @@ def _is_rounding(
     except SharedWithOriginalError:
         raise
     except Exception:
-        # The network's code may check dtypes, the device may lack float64, or memory may run out.
+        # The networks do not run in float64: their code may check dtypes, the device may lack float64, or memory may
+        # have run out. Compare them in their own precision.
         was, now = run(old), run(new)
         double, change = False, None
     errors = _errors(now, was)
     if max(errors.values()) <= limit:
         return True
     if max(_errors(run(old, double=double), was).values()) > limit:
-        return False  # results vary from run to run, and the variation would be mistaken for rounding
+        return False  # the original's results vary from run to run, which would be mistaken for rounding
     noise = dict.fromkeys(errors, 0.0)
     for seed in range(TRIALS):
         changed = _errors(run(old, double=double, seed=seed, change=change), was)
@@ -207,8 +208,8 @@ def _restlessness(run: _CopyRunner, net: nn.Module, was: _Seen) -> str:
     if error <= tolerance_for(net):
         return ""
     return (
-        f"The original itself differs by {error:.2e} from one run to the next, although random numbers are fixed: make"
-        " it deterministic"
+        f"The original network's own results differ by {error:.2e} (relative) from one run to the next, although random"
+        " numbers are fixed: make the network deterministic"
     )
 
 
@@ -225,7 +226,7 @@ def _errors(new: _Seen, old: _Seen) -> dict[str, float]:
             raise DifferenceError(f"its forward pass no longer stores a tensor in the attribute '{path}'")
         found[path] = _error(path, new.kept[path], t)
     for path, t in old.buffers.items():
-        if path in new.buffers:  # a layer of another kind may not have this buffer
+        if path in new.buffers:  # if the layer was replaced, the new layer may not have this buffer
             found[path] = relative(new.buffers[path], t)
     return found
 
@@ -260,13 +261,13 @@ def _pairs(new: Any, old: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
 
 
 def _kind(item: Any) -> str:
-    # Compare types by name, because each forward pass may create a new class.
+    # Compare types by name, because a forward pass may define a new class each time that it runs.
     return f"{type(item).__module__}.{type(item).__qualname__}".removeprefix("builtins.")
 
 
 def _parts(item: Any) -> list[tuple[str, Any]]:
     found = network_call.parts(item)
-    if isinstance(item, Set):  # sets have no order, so sort the items
+    if isinstance(item, Set):
         in_order = sorted((part for _, part in found), key=_sort_key)
         found = [(label, part) for (label, _), part in zip(found, in_order, strict=False)]
     return found
@@ -299,7 +300,8 @@ def _attributes(net: nn.Module) -> dict[str, Any]:
     roots = [
         (f"{path}.{name}" if path else name, item)
         for path, module in net.named_modules()
-        if not type(module).__module__.startswith("torch.")  # weight_norm stores weights on torch.nn's modules
+        # Skip modules of torch, whose attributes are not results: weight_norm, for example, stores weights there.
+        if not type(module).__module__.startswith("torch.")
         for name, item in plain_attributes(module)
     ]
     found = ((path, item) for path, item in network_call.walk(roots) if isinstance(item, Tensor | np.ndarray))
@@ -311,7 +313,7 @@ def _changed(after: dict[str, Any], before: dict[int, tuple[Any, Any]]) -> dict[
     found = {}
     for path, item in after.items():
         now, was = _as_tensor(item), _as_tensor(before.get(id(item), (item, None))[1])
-        # Compare contents: torch's kernels update running statistics without increasing the version counter.
+        # Compare contents, because torch's kernels update running statistics without increasing version counters.
         if now is not None and (was is None or was.shape != now.shape or relative(now, was) > 0):
             found[path] = now
     return found
@@ -336,7 +338,7 @@ def _nudge_(net: nn.Module, steps: dict[str, float], seed: int) -> None:
     with torch.no_grad():
         for name, t in _floating(net):
             signs = torch.randint(2, t.shape, generator=generator, dtype=torch.int8).to(t) * 2 - 1
-            t.data = t + t * signs * steps[name]  # not in place, because some tensors are expanded
+            t.data = t + t * signs * steps[name]  # not in place, because expanded tensors do not support that
 
 
 @contextmanager

@@ -36,7 +36,7 @@ def test_a_counter_that_is_missing_is_no_number():
 
 
 def test_a_launch_too_many_is_an_error():
-    with pytest.raises(RuntimeError, match="ncu counted 2 launches instead of 1"):
+    with pytest.raises(RuntimeError, match="ncu listed 2 launches of our kernels instead of 1"):
         list(matched("\n".join([*told(RESIDENT), *table("1", "2")])))
 
 

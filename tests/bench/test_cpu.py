@@ -21,7 +21,7 @@ def test_writes_what_it_prints(tmp_path, monkeypatch, capsys):
     assert {row["level"] for row in written["rows"]} == {"layers", "functions"}
     assert written["environment"]["threads"] == 2
     shown = capsys.readouterr().out
-    assert shown.count(f"of {len(rows) // 2} ratios are below their goals") == 2
+    assert shown.count(f"of {len(rows) // 2} ratios are below their limits") == 2
     for row in rows:
         assert f"{row.ratio:.2f}" in shown
 

@@ -29,4 +29,4 @@ def test_every_cell_is_trained_and_the_best_rate_counts(tmp_path, capsys):
     assert main([*given, "--data", str(tmp_path / "absent")]) == 2
     assert "absent is not a folder: give one with train/CLASS/*.jpg" in capsys.readouterr().err
     assert main([*given, "--classes", "10"]) == 2
-    assert "has only 4 classes, but classes=10: choose fewer" in capsys.readouterr().err
+    assert "has only 4 classes, but classes=10: choose a smaller --classes" in capsys.readouterr().err

@@ -11,7 +11,7 @@ def test_an_image_of_gigantic_dimensions_is_passed_over(tmp_path):
     image_folder(tmp_path, [(20, 20)] * 3)
     (tmp_path / "train" / "ant" / "gigantic.png").write_bytes(gigantic())
     note = small_images_note(open_source(tmp_path, "train"), 32)
-    assert note == "most images are smaller than 32 px and will be enlarged; use --size 20 to avoid this"
+    assert note == "in a sample, most images are smaller than 32 px and will be enlarged; consider --size 20"
 
 
 def names(path, split):

@@ -131,7 +131,7 @@ def test_no_readable_images(tmp_path):
     ("network", "message"),
     [
         (lambda: Tiny(classes=7), "wrong gives 7 scores per image, but the data has 3 classes"),
-        (lambda: nn.Sequential(nn.Flatten(), nn.Linear(5, 3)), "wrong does not take images of 3x32x32"),
+        (lambda: nn.Sequential(nn.Flatten(), nn.Linear(5, 3)), "wrong raises an error for images of 3x32x32"),
         (lambda: Tiny(sharpness=float("nan")), "wrong gives NaN or infinite probabilities for 6 of 6 images"),
     ],
     ids=["classes", "architecture", "diverged"],

@@ -21,7 +21,7 @@ def test_torchs_exporter_writes_the_training_function():
 @pytest.mark.parametrize("name", ["net.onnx", "net.pt2"])
 def test_ours_writes_the_inference_network_and_says_so(tmp_path, name):
     net, x = network().train(), torch.randn(4, 3, 6, 6)
-    with pytest.warns(UserWarning, match="the network is in training mode; export writes its evaluation mode"):
+    with pytest.warns(UserWarning, match="the network is in training mode; export writes it in evaluation mode"):
         done = bn.export(net, x, tmp_path / name)
     assert net.training
     assert done.fold.paths("folded") == ["1"]

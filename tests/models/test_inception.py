@@ -152,7 +152,7 @@ def test_refusals():
         inception(size=31)
     with pytest.raises(ValueError, match="name Inception modules from 3a to 5b"):
         inception(per_activation=("6a",))
-    with pytest.raises(ValueError, match="set norm='batch'"):
+    with pytest.raises(ValueError, match="norm='batch'"):
         inception(norm=None, per_activation=("5b",))
 
 

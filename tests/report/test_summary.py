@@ -5,7 +5,9 @@ import json
 from batchnorm.report.speeds import alternatives, networks, speeds
 from batchnorm.report.summary import MARKERS, _between_markers
 
-EXPLAINED = "ddp and fsdp2 were timed in one process on one GPU. `batchnorm bench networks --help` explains these uses."
+EXPLAINED = (
+    "ddp and fsdp2 were timed in one process on one GPU. `batchnorm bench networks --help` explains all these uses."
+)
 
 
 def write(folder, *more):

@@ -132,7 +132,7 @@ def test_the_summary_of_an_earlier_run_does_not_count(tmp_path):
 def test_metrics_that_were_cut_are_refused(tmp_path):
     assert not NetworkRun(tmp_path, Setting(steps=200)).train(lambda: True)
     (tmp_path / "metrics.jsonl").write_text("")
-    with pytest.raises(ValueError, match=r"metrics\.jsonl has lost lines since the checkpoint was written"):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is shorter than when the checkpoint was written"):
         NetworkRun(tmp_path, Setting(steps=200)).train()
 
 

@@ -255,7 +255,7 @@ def test_a_plan_that_would_run_otherwise_than_it_reads(tmp_path, old, new, says)
 
 
 def test_an_unknown_name(data, plan, tmp_path):
-    with pytest.raises(ValueError, match="no run named nobody; it has plain"):
+    with pytest.raises(ValueError, match="no run named nobody; its runs are plain"):
         run(data, plan, tmp_path, only=("nobody",))
 
 

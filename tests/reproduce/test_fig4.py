@@ -258,7 +258,7 @@ def test_other_weights_are_evaluated_again(data, plan, session, tmp_path):
 def test_a_run_that_has_not_ended_says_so(data, plan, session, tmp_path):
     taken = shutil.copytree(session / "runs/five", tmp_path / "five")
     shutil.rmtree(taken / "final")
-    with pytest.raises(ValueError, match="has no final network: its training is unfinished"):
+    with pytest.raises(ValueError, match="has no final network: its training has not finished"):
         run(data, plan, tmp_path / "out", runs=(taken,))
 
 
@@ -322,7 +322,7 @@ def test_other_plans_and_other_data_are_refused(data, plan, session, tmp_path):
     (images / "train/class0/0.png").unlink()
     with pytest.raises(ValueError, match="come from different data"):
         run(images, plan, session)
-    with pytest.raises(ValueError, match="no run named nobody; it has five, apart"):
+    with pytest.raises(ValueError, match="no run named nobody; its runs are five, apart"):
         run(data, plan, tmp_path, only=("nobody",))
     other.write_text(PLAN.replace('"members"', '"figures"'))
     with pytest.raises(ValueError, match="unknown group 'figures'; choose from rates, members"):

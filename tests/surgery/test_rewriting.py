@@ -75,7 +75,16 @@ def fused(net):
     return {path: " ".join([kind] + ["sum"] * residual) for path, ((kind, residual),) in found.items()}
 
 
+def after_a_mask(n, x):
+    mask = x > 0
+    same = mask
+    mask &= x < 1
+    mask |= x < -1
+    return n.relu(n.bn1(n.conv1(x))) * same.double().mean()
+
+
 ACTIVATIONS = {
+    "after a mask that is changed in place": (after_a_mask, "relu"),
     "F.relu": (lambda n, x: F.relu(n.bn1(n.conv1(x))), "relu"),
     "F.relu in place": (lambda n, x: F.relu(n.bn1(n.conv1(x)), True), "relu"),
     "F.relu_": (lambda n, x: F.relu_(n.bn1(n.conv1(x))), "relu"),

@@ -101,7 +101,7 @@ def no_dict(path):
     ("damage", "says"),
     [
         (truncate, r"model\.safetensors has 40 bytes instead of \d+"),
-        (alter, r"state\.pt was modified"),
+        (alter, r"state\.pt is damaged or was modified"),
         (lose, r"state\.pt is missing"),
         (empty, "no readable manifest"),
         (foreign, 'its format is "someone else\'s"'),

@@ -78,7 +78,7 @@ def test_a_checkpoint_of_another_architecture(data, runs, tmp_path):
 def test_other_classes(runs, tmp_path):
     check("plain was trained on 3 classes, but the data has 4", one_of_each(tmp_path / "a", *"wxyz"), runs / "plain")
     check(
-        "its class 2 is 'class2', the data's is 'zebra'",
+        "class 2 is 'class2' in the run, but 'zebra' in the data",
         one_of_each(tmp_path / "b", "class0", "class1", "zebra"),
         runs / "plain",
     )
@@ -95,9 +95,9 @@ def test_an_unfinished_or_diverged_run(data, runs, tmp_path):
     run = copy(runs, tmp_path)
     shutil.rmtree(run / "final")
     result = json.loads((run / "result.json").read_text())
-    check("has no final network: its training is unfinished", data, run)
+    check("has no final network: its training has not finished", data, run)
     (run / "result.json").write_text(json.dumps({**result, "diverged": True}))
-    check("has no final network: it diverged", data, run)
+    check("has no final network: its training diverged", data, run)
 
 
 def test_a_damaged_checkpoint(data, runs, tmp_path):

@@ -267,6 +267,14 @@ def test_files_that_cannot_be_read_are_listed(data, tmp_path):
     assert "2 file(s) could not be read and were skipped:\n  " in _summary(result, tmp_path)
 
 
+def test_a_network_without_batch_normalization_has_no_statistics(data, tmp_path):
+    result = train_small(data, tmp_path / "run", small(epochs=1, batch_norm=False))
+    assert result.statistics == "none"
+    summary = _summary(result, tmp_path)
+    assert " steps\nbest top-1: " in summary
+    assert "statistics" not in summary
+
+
 def test_a_checkpoint_without_its_parts_is_told(data, reference, tmp_path):
     found = load_latest(reference / "checkpoints")
     for state in ({}, {**found.state, "sums": 3}, {**found.state, "positions": [1]}, {**found.state, "optimizer": []}):

@@ -46,7 +46,7 @@ def test_images_that_would_be_enlarged_are_told(data):
     assert small_images_note(source, 32) is None  # they have 36 px
     assert (
         small_images_note(source, 64)
-        == "most images are smaller than 64 px and will be enlarged; use --size 36 to avoid this"
+        == "in a sample, most images are smaller than 64 px and will be enlarged; consider --size 36"
     )
 
 
@@ -67,8 +67,8 @@ def test_help_says_what_each_recipe_has(capsys, monkeypatch):
     overrides = text.partition("fieldsoftherecipetochange")[2]
     assert "None" not in overrides
     assert "--decayFLOATfactorbywhichthelearningrateismultipliedevery--decay-epochsepochs(default:0.96)" in overrides
-    assert "(default:0.045;0.0015ininception,bn-baseline,inception-sigmoid;0.0075inbn-x5," in overrides
-    assert "(default:none;5binbn-x30-per-activation," in overrides
+    assert "(byrecipe:0.045;0.0015ininception,bn-baseline,inception-sigmoid;0.0075inbn-x5," in overrides
+    assert "(byrecipe:none;5binbn-x30-per-activation," in overrides
 
 
 @pytest.mark.parametrize(

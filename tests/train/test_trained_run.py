@@ -128,7 +128,7 @@ def test_folders_that_are_no_finished_run(finished, refused, tmp_path):
     assert refused(tmp_path / "no").endswith("no does not exist: give the folder of a run")
     assert refused(finished.parent).endswith("it holds mine, but a run's folder holds recipe.json and final/")
     unfinished = shutil.copytree(finished, tmp_path / "unfinished", ignore=shutil.ignore_patterns("final"))
-    assert "unfinished has no final network: its training is unfinished" in refused(unfinished)
+    assert "unfinished has no final network: its training has not finished" in refused(unfinished)
 
 
 def test_another_number_of_classes_than_the_weights(finished, refused, tmp_path):

@@ -110,7 +110,7 @@ def _fold(net: nn.Module, data: list[Tensor], rounds: int) -> dict[str, float]:
 
 
 def _in_turns(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Return each contender's median seconds, and the median ratios of the last contender's time to the others'."""
+    """Return each contender's median seconds, and the median ratio of the last contender's time to each other's."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(rounds + 1):
         for name, run in contenders.items():
@@ -118,7 +118,7 @@ def _in_turns(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[
             run()
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            if turn:  # the first round is only a warm-up
+            if turn:
                 seconds[name].append(perf_counter() - start)
     *others, ours = contenders
     over = {f"{ours} / {k}": round(median(map(truediv, seconds[ours], seconds[k])), 4) for k in reversed(others)}

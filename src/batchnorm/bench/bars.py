@@ -1,4 +1,4 @@
-"""Goals for measured numbers, and whether they are reached."""
+"""Bars: goals for measured numbers, and whether the numbers reach them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Bar(NamedTuple):
 
     what: str
     wanted: float
-    measured: float | None  # None if no row was measured
+    measured: float | None
     at_least: bool
     rows: int
 

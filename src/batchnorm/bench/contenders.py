@@ -19,14 +19,18 @@ from .step_profile import profile
 
 @dataclass(frozen=True)
 class Contender:
-    """A variant of the network, built either from ``torch.nn``'s layers or as ``batchnorm train`` builds it."""
+    """A variant of the network.
+
+    If ``stock`` is True, the variant is built from ``torch.nn``'s layers, otherwise as ``batchnorm train`` builds it.
+    If ``composed_stem`` is True, the two convolutions of the stem are composed into one.
+    """
 
     name: str
     stock: bool = False
     composed_stem: bool = True
 
     def network(self, size: int, device: torch.device) -> nn.Module:
-        """Build the network; all contenders have the same weights."""
+        """Build the network; all variants have the same weights."""
         net: nn.Module = replace(RECIPES["bn-x30"], size=size).network(1000)
         for module in net.modules():
             if isinstance(module, SeparableConv2d):
@@ -74,7 +78,7 @@ def noise(batch: int, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
 
 
 class Timed:
-    """A contender that is ready to take training steps on one batch of noise."""
+    """A contender that is ready to take training steps on one batch of random images."""
 
     def __init__(self, contender: Contender, batch: int, size: int, device: torch.device) -> None:
         self.contender, self.batch = contender, batch
@@ -122,7 +126,8 @@ class Timed:
 
 def warmed_up(contender: Contender, batch: int, size: int) -> Timed:
     """Build a contender on the GPU and take its first steps, which compile its code."""
-    torch.backends.cudnn.benchmark, torch.backends.cudnn.benchmark_limit = True, 0  # as train/loop.py does
+    # Let cuDNN try all its algorithms, as `batchnorm train` does.
+    torch.backends.cudnn.benchmark, torch.backends.cudnn.benchmark_limit = True, 0
     timed = Timed(contender, batch, size, torch.device("cuda"))
     timed.take(20)
     torch.cuda.synchronize()

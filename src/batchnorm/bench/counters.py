@@ -44,7 +44,7 @@ METRICS = {
     "smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio": "stalled_at_barriers",
     "smsp__average_warps_issue_stalled_membar_per_issue_active.ratio": "stalled_on_fences",
 }
-READY = "watched: "  # prefix of the lines that the profiled program prints
+READY = "watched: "  # starts each line in which the profiled program describes a pass
 
 
 class CountedPass(NamedTuple):
@@ -72,7 +72,7 @@ def counters(out: Path | None = None, least: float = 5.0) -> None:
     """
     at_least(0, least=least)
     if shutil.which("ncu") is None:
-        raise ValueError("ncu was not found on PATH: install NVIDIA Nsight Compute")
+        raise ValueError("ncu was not found on PATH: install NVIDIA Nsight Compute, or add its folder to PATH")
     require_gpu()
     check_writable(out)
     command = ["ncu", "--csv", "--page", "raw", "--print-units", "base", "--clock-control", "none"]
@@ -98,7 +98,9 @@ def matched(output: str) -> Iterator[dict[str, Any]]:
     table = list(csv.DictReader(text for text in lines[start:] if text.startswith('"')))[1:]
     table = [row for row in table if row["Kernel Name"].split("(")[0] in ("forward", "backward")]
     if len(table) != sum(one.launches for one in passes):
-        raise RuntimeError(f"ncu counted {len(table)} launches instead of {sum(one.launches for one in passes)}")
+        raise RuntimeError(
+            f"ncu listed {len(table)} launches of our kernels instead of {sum(one.launches for one in passes)}"
+        )
     launches = iter(table)
     for one in passes:
         for _ in range(one.launches):
@@ -149,7 +151,8 @@ def _watch(layer: LayerShape, channels_last: bool, residual: bool) -> None:
         torch.cuda.synchronize()
         torch.cuda.profiler.stop()
 
-    p.ours(sets.x[1], sets.residual[1]).backward(sets.dy[1])  # the first call compiles and allocates memory
+    # The first call compiles the kernels and allocates memory, so it is not profiled.
+    p.ours(sets.x[1], sets.residual[1]).backward(sets.dy[1])
     torch.cuda.synchronize()
     inputs = [sets.x[0], p.gamma, p.beta, *([] if sets.residual[0] is None else [sets.residual[0]])]
     with counted("forward"):

@@ -31,8 +31,8 @@ CONTIGUOUS, LAST = "contiguous", "channels_last"
 Level = Literal["functions", "layers"]
 
 # Upper limits of our time divided by torch's. BN + ReLU must be faster than torch's two calls, and BN alone must not be
-# much slower. On channels_last inputs with few channels, our code must be much faster. With one channel, both layouts
-# are the same in memory, so the limit for few channels does not apply.
+# much slower. On channels_last inputs with 2 to FEW - 1 channels, our code must be much faster. This last limit does
+# not apply to one channel, because both layouts are then the same in memory.
 BARS = {"relu": 1.0, "none": 1.25, "few channels": 1 / 3}
 FEW = 8
 
@@ -69,7 +69,7 @@ class Case:
 class CpuRow:
     """The measurements of one case; times and ratios are medians over rounds.
 
-    ``ratios`` has our time divided by torch's. With ReLU, it has two entries: for torch's out-of-place ReLU, and for
+    ``ratios`` has our time divided by torch's. With ReLU, there are two ratios: to torch's out-of-place ReLU, and to
     torch's in-place ReLU. ``ratio`` is the first entry of ``ratios``, which must be below ``bar``.
     """
 
@@ -117,15 +117,15 @@ def cpu(
 ) -> list[CpuRow]:
     """Time batch normalization in training, forward and backward, with and without ReLU, against torch.
 
-    The contenders alternate within each round, so that other work on the machine affects all of them. With glibc, the
+    Our code and torch's alternate within each round, so that other work on the machine affects both. With glibc, the
     process keeps freed memory for reuse instead of returning it to the system.
 
     Args:
         out: the result file; None writes no file. Published result files are in results/.
         threads: number of threads that torch uses.
-        rounds: number of rounds, each of which times every contender.
-        seconds: about how long each contender runs per round; every contender runs at least one forward and backward
-            pass.
+        rounds: number of rounds, each of which times our code and torch's.
+        seconds: about how long to time our code, and torch's, in each round; at least one forward and backward pass is
+            timed.
         levels: "layers" compares this library's layers with torch.nn's; "functions" compares ops.normalize_batch_ with
             F.batch_norm and F.relu. Unlike F.batch_norm, ops.normalize_batch_ also counts the batches.
     """
@@ -143,7 +143,7 @@ def cpu(
             settings = {"levels": levels, "rounds": rounds, "seconds": seconds, "freed memory": memory}
             told = [{**bar._asdict(), "reached": bar.reached} for bar in judged]
             write_result(out, QUESTION, settings=settings, bars=told, rows=[asdict(row) for row in rows])
-    # Without a terminal, rich guesses a width that cuts numbers off.
+    # Without a terminal, rich assumes a width that is too narrow for the table, and would truncate numbers.
     console = Console(width=None if sys.stdout.isatty() else 120)
     for level in levels:
         console.print(_table(level, [row for row in rows if row.level == level]))
@@ -157,17 +157,17 @@ def keep_freed_memory() -> bool:
 
     By default, glibc returns free memory at the end of the heap to the system. The next pass must then fault the pages
     in again, which can take longer than the arithmetic. How much memory is returned depends on where small objects
-    happen to be in the heap.
+    happen to be in the heap, so times would not be comparable.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, AttributeError, TypeError):  # TypeError on Windows
+    except (OSError, AttributeError, TypeError):  # CDLL(None) raises TypeError on Windows
         return False
     return bool(mallopt(M_TRIM_THRESHOLD, 2**31 - 1) and mallopt(M_MMAP_THRESHOLD, 1 << 25))
 
 
 def measure(case: Case, activation: str, level: Level, rounds: int, seconds: float) -> CpuRow:
-    """Time the contenders on one case, alternately.
+    """Time our code and torch's alternately on one case.
 
     >>> row = measure(Case("small", (4, 3)), "relu", "functions", rounds=2, seconds=0.0)
     >>> row.torch_ms > 0 and row.ours_ms > 0
@@ -189,7 +189,7 @@ def measure(case: Case, activation: str, level: Level, rounds: int, seconds: flo
 
 
 def _time(step: Callable[[], None], loops: int) -> float:
-    step()  # warm the caches, which another contender used last
+    step()
     start = perf_counter()
     for _ in range(loops):
         step()
@@ -247,7 +247,7 @@ class CpuBar(NamedTuple):
 
     level: str
     what: str
-    below: float | None  # None if there is no limit
+    below: float | None
     worst: float
     worst_case: str
     met: int
@@ -295,7 +295,7 @@ def bars(rows: Iterable[dict[str, Any]]) -> list[CpuBar]:
 def _judged(level: str, what: str, below: float | None, rows: list[dict[str, Any]], form: str = "") -> CpuBar | None:
     if not rows:
         return None
-    # The first ratio is relative to torch's out-of-place calls.
+    # Without `form`, use the first ratio, which is relative to torch's out-of-place calls.
     ratios = [row["ratios"][form] if form else next(iter(row["ratios"].values())) for row in rows]
     worst = max(range(len(rows)), key=ratios.__getitem__)
     case = rows[worst]["case"]
@@ -315,5 +315,5 @@ def _table(level: Level, rows: list[CpuRow]) -> Table:
         cells = (f"{row.torch_ms:.3f}", f"{row.ours_ms:.3f}", ratio, f"{row.bar:.2f}", in_place)
         table.add_row(case.name, shape, case.layout, case.dtype, row.activation, *cells)
     met = sum(row.ratio < row.bar for row in rows)
-    table.caption = f"{met} of {len(rows)} ratios are below their goals"
+    table.caption = f"{met} of {len(rows)} ratios are below their limits (column bar); ! marks the others"
     return table

@@ -49,7 +49,7 @@ def crops(
         images: number of generated images, of about 500 x 375 px.
         batch_size: crops per forward pass.
         workers: number of processes that decode images.
-        rounds: number of rounds, each of which times every contender.
+        rounds: number of rounds, each of which times "forward", "crops" and "files".
         device: cpu, cuda, or auto.
         out: the result file; published result files are in results/.
     """
@@ -73,7 +73,7 @@ def crops(
         for turn in range(rounds + 1):
             for name, contender in contenders.items():
                 rate = _crops_per_second(contender, device)
-                if turn:  # the first round is only a warm-up
+                if turn:
                     rates[name].append(rate)
     median = {name: statistics.median(values) for name, values in rates.items()}
     result = {
@@ -95,7 +95,7 @@ def photographs(folder: Path, count: int) -> Path:
     (folder / "val" / "all").mkdir(parents=True)
     for k in range(count):
         width, height = ((500, 375), (375, 500), (500, 333))[k % 3]
-        # Noise at several scales has about the detail and file size of a photograph.
+        # A blend of noise at several scales has about the detail and file size of a photograph.
         layers = [
             image_module.fromarray(rng.integers(0, 256, (height // s, width // s, 3), dtype=np.uint8)).resize(
                 (width, height), image_module.Resampling.BICUBIC

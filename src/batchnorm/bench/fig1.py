@@ -31,16 +31,17 @@ def fig1(
 ) -> None:
     """Time ``reproduce fig1`` against the same experiment in plain eager PyTorch, both as whole commands.
 
-    Both commands train with autograd and ``torch.optim.SGD``. The eager command uses the layer of ``torch.nn``, trains
-    one network after the other on torch's default number of threads, evaluates every 1,000 steps, and writes no files.
-    The command ``reproduce fig1`` uses this library's layer with one thread per network, evaluates more often at first,
-    monitors the networks, and writes checkpoints, the figure and the report.
+    Both commands train with autograd and ``torch.optim.SGD``. The eager command uses batch normalization from
+    ``torch.nn``, trains one network after the other on torch's default number of threads, evaluates every 1,000 steps,
+    and writes no files. The command ``reproduce fig1`` uses batch normalization from this library, trains with one
+    thread per network, evaluates more often at first, monitors the networks, and writes checkpoints, the figure and the
+    report.
 
     Args:
         steps: updates per network.
         rate: learning rate.
         std: standard deviation of the initial weights.
-        rounds: number of rounds, each of which runs every contender once; ratios compare the medians.
+        rounds: number of rounds, each of which runs every command once; the reported ratios are ratios of medians.
         out: the result file; published result files are in results/.
     """
     above(0, rate=rate, std=std)
@@ -51,7 +52,7 @@ def fig1(
         "one process": partial(_reproduce, steps, rate, std, 1),
         "make run": partial(_reproduce, steps, rate, std, 2),
     }
-    load = os.getloadavg()[0]  # above 0.5, other work on the machine makes the times unreliable
+    load = os.getloadavg()[0]
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     accuracies: dict[str, list[list[float]]] = {name: [] for name in contenders}
     for seed in range(rounds):
@@ -86,7 +87,7 @@ def _reproduce(steps: int, rate: float, std: float, processes: int, seed: int) -
         words = ["--steps", steps, "--rate", rate, "--std", std, "--seed", seed]
         _run("batchnorm", "reproduce", "fig1", *words, "--processes", processes, "--out", folder)
         summaries = [json.loads((Path(folder) / n / "summary.json").read_text()) for n in ("without-bn", "with-bn")]
-    # The eager contender evaluates with running averages too.
+    # The eager command evaluates with running averages, so use the accuracy with running averages here too.
     return [s["accuracy"]["running"] for s in summaries]
 
 
@@ -140,7 +141,7 @@ def train(net: nn.Sequential, data: MNIST, steps: int, rate: float) -> float:
 
 
 if __name__ == "__main__":
-    # Train without and then with batch normalization, with torch's default number of threads.
+    # `fig1` above runs this module as the eager command, and times it.
     torch.manual_seed(int(sys.argv[4]))
     digits, steps, rate, std = mnist(), int(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
     print(json.dumps([train(build(batch_norm, std), digits, steps, rate) for batch_norm in (False, True)]))

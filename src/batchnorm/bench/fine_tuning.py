@@ -28,7 +28,6 @@ from ..train import RECIPES, Options, Recipe, Result, train
 QUESTION = (
     "validation accuracy after fine-tuning on other classes, by batch size, with batch and with frozen statistics"
 )
-# evaluate_every is so large that runs are validated only at the end.
 SETTINGS: dict[str, Any] = {"cache": "device", "workers": 0, "device": "cpu", "evaluate_every": 10**9}
 NAMES = {False: "batch statistics", True: "frozen statistics"}
 
@@ -54,7 +53,7 @@ def fine_tuning(
     processes: int | None = None,
     out: Path = Path("runs/bench/fine-tuning.json"),
 ) -> list[dict[str, Any]]:
-    """Compare fine-tuning with the statistics of each batch and fine-tuning with frozen statistics.
+    """Fine-tune a network with the statistics of each batch and with frozen statistics, and compare the accuracies.
 
     Args:
         data: folder with train/CLASS/*.jpg and val/CLASS/*.jpg.
@@ -144,15 +143,15 @@ def _means(results: list[Result]) -> dict[str, Any]:
 def _divide(data: Path, classes: int, images: int, folder: Path) -> tuple[Path, Path]:
     """Create and return two folders of links to images, one for each half of the classes.
 
-    The first folder has all images. The second folder has ``images`` training images per class, and all validation
-    images.
+    The first folder has all images of its classes. The second folder has ``images`` training images per class, and all
+    validation images.
     """
     source = open_source(data, "train")
     if not isinstance(source, FolderSource):
         raise ValueError(f"{data} has tar shards: this benchmark needs the folders train/CLASS and val/CLASS")
     names = source.classes[:classes]
     if len(names) < classes:
-        raise ValueError(f"{data} has only {len(names)} classes, but classes={classes}: choose fewer")
+        raise ValueError(f"{data} has only {len(names)} classes, but classes={classes}: choose a smaller --classes")
     half = classes // 2
     parts = {"first-images": (names[:half], None), "other-images": (names[half:], images)}
     for part, (chosen, limit) in parts.items():

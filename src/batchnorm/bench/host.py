@@ -82,7 +82,7 @@ def host(rounds: int = 11, out: Path = Path("runs/bench/host.json")) -> list[dic
     """Time how long eager layers keep the host busy, compared with layers of ``torch.nn``.
 
     Args:
-        rounds: number of times each pair is timed.
+        rounds: number of rounds, each of which times every call of ours and the corresponding call of torch.nn.
         out: the result file.
 
     Raises:
@@ -99,7 +99,8 @@ def host(rounds: int = 11, out: Path = Path("runs/bench/host.json")) -> list[dic
                 for step in (torchs, ours):
                     for _ in range(3):
                         step()
-                extension.wait()  # the first call started to compile the extension in the background
+                # The first call started to compile the extension in the background; time only the compiled extension.
+                extension.wait()
                 for step in (torchs, ours):
                     microseconds(step)
                 found = [(microseconds(torchs), microseconds(ours)) for _ in range(rounds)]
@@ -108,7 +109,11 @@ def host(rounds: int = 11, out: Path = Path("runs/bench/host.json")) -> list[dic
                 kind = str(dtype).removeprefix("torch.")
                 row = {"call": name, "shape": shape, "dtype": kind, "torch_us": times[0], "ours_us": times[1]}
                 rows.append({**row, "ratio": ratio, "rounds": rounds})
-                print(f"{name:<20} {kind:<9} {shape}: {times[0]:6.1f} to {times[1]:6.1f} us, {ratio:.2f}", flush=True)
+                print(
+                    f"{name:<20} {kind:<9} {shape}:"
+                    f" torch {times[0]:6.1f} us, ours {times[1]:6.1f} us, ratio {ratio:.2f}",
+                    flush=True,
+                )
     bar = Bar("host time over torch.nn's, worst", 1.0, max(row["ratio"] for row in rows), False, len(rows))
     print(bar.line())
     bars = [{**bar._asdict(), "reached": bar.reached}]

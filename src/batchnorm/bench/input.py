@@ -133,8 +133,8 @@ def _plain(source: ImageSource, reader: BatchReader, request: Request) -> Tensor
 def _check(reader: BatchReader, request: Request) -> None:
     plain, ours = _plain(reader.source, reader, request), reader[request].images.permute(0, 3, 1, 2)
     difference = (plain.float() - ours.float()).abs().mean().item()
-    # Scaled decoding, and rounding the crop to whole pixels, change pixel values by a few gray levels; a wrong crop
-    # would change them by tens of gray levels.
+    # Our loader may decode a JPEG at a reduced size, and rounds the crop to whole pixels. This changes pixel values by
+    # a few gray levels, but a wrong crop would change them by tens of gray levels.
     if difference > 10:
         raise RuntimeError(
             f"the loaders return different images ({difference:.1f} gray levels apart on average), so nothing was timed"
@@ -149,7 +149,7 @@ def _core_rate(load: Callable[[Request], Tensor], requests: list[Request]) -> fl
 
 def _workers_rate(root: Path, split: str, size: int, workers: int, seconds: float = 5.0) -> float:
     batches = open_images(root, split, size=size, batch_size=BATCH, train=True, workers=workers)
-    next(batches.epoch(0))  # start the workers
+    next(batches.epoch(0))
     count, start, epoch = 0, time.perf_counter(), 1
     while True:
         for _, labels in batches.epoch(epoch):

@@ -26,7 +26,7 @@ from ..results import environment
 
 
 class LayerShape(NamedTuple):
-    """A network, a batch size and the shape of one layer's input."""
+    """The input shape of one layer of a network, at one batch size."""
 
     network: str
     batch: int
@@ -39,7 +39,7 @@ class LayerShape(NamedTuple):
         return self.batch, self.channels, self.size, self.size
 
 
-_CHANNELS = {  # the numbers of channels of each network's layers, by the height of the input
+_CHANNELS = {  # for each network and each height of a layer's input, the numbers of channels that occur
     # Paper: Appendix, Figure 5, but with pool projections of 96 channels in 4c and 4d, where the figure prints 128.
     "inception": {
         112: (64,),
@@ -53,7 +53,7 @@ _CHANNELS = {  # the numbers of channels of each network's layers, by the height
 
 
 def all_layers() -> list[LayerShape]:
-    """Return the layer shapes of both networks at a small and a large batch size."""
+    """Return the layer shapes of Inception and ResNet-50, each at a small and at a large batch size."""
     networks = (("inception", 32), ("inception", 256), ("resnet50", 64), ("resnet50", 256))
     rows = [(name, batch, size, c) for name, batch in networks for size, cs in _CHANNELS[name].items() for c in cs]
     return [LayerShape(name, batch, c, size) for name, batch, size, c in rows]
@@ -93,7 +93,8 @@ def digest(layer: LayerShape, channels_last: bool, dtype: torch.dtype, residual:
     chosen = [rule(g, dtype.itemsize, backward, residual, processors) for rule in rules for backward in (False, True)]
     found = hashlib.sha256(repr(chosen).encode())
     for path in sorted((Path(ops.__file__).parent / "cuda").rglob("*")):
-        if path.suffix in (".py", ".cu") and path.name != "schedule.py":  # its choices are hashed above
+        # Leave out schedule.py, because the choices that it makes are hashed above.
+        if path.suffix in (".py", ".cu") and path.name != "schedule.py":
             found.update(code_of(path).encode())
     return found.hexdigest()[:12]
 
@@ -101,7 +102,7 @@ def digest(layer: LayerShape, channels_last: bool, dtype: torch.dtype, residual:
 def code_of(path: Path) -> str:
     """Return a source file's code without comments and formatting; in Python, also without docstrings and imports."""
     source = path.read_text()
-    if path.suffix != ".py":  # C, C++ or CUDA
+    if path.suffix != ".py":
         return " ".join(re.sub(r"//[^\n]*|/\*.*?\*/", " ", source, flags=re.DOTALL).split())
     tree = ast.parse(source)
     for node in ast.walk(tree):

@@ -2,10 +2,13 @@
 
     batchnorm bench kernels --out runs/bench/kernels.json
 
-The command times each contender's forward and backward pass inside a CUDA graph, with data that is not in the cache:
-for every layer, for BN+ReLU and BN+add+ReLU, and in both layouts. If the results of our kernels are wrong, our kernels
-are not timed. Rows of the result file that were measured with the current kernels are not measured again, so the work
-can span several sessions. A result file from another GPU model, or from other software versions, is refused.
+The command times forward and backward passes of BN+ReLU and of BN+add+ReLU, inside CUDA graphs and with data that is
+not in the cache. It covers the layer shapes of two networks, in NCHW and in NHWC. If our kernels compute wrong results
+for a layer, they are not timed on that layer.
+
+Each row of the result file has the measurements of one layer in one layout, dtype and operation. Rows that were
+measured with the current kernels are not measured again, so the work can span several sessions. A result file from
+another GPU model, or from other software versions, is refused.
 """
 
 from __future__ import annotations
@@ -43,7 +46,8 @@ from .kernel_rows import (
 from .kernels_report import bars, draw, line, write
 
 EPS = 1e-5
-# The largest ||ours - expected|| / ||expected|| that a check accepts: a few rounding errors of the dtype.
+# Our kernels are timed only if their relative error ||ours - expected|| / ||expected|| is at most this large: a few
+# rounding errors of the dtype.
 ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 6e-3, torch.float16: 1e-3}
 Normalize = Callable[[Tensor, Tensor | None], Tensor]
 
@@ -70,7 +74,7 @@ class Parameters:
 
 
 def contenders(p: Parameters, autotune: bool) -> dict[str, Normalize]:
-    """Return the contenders by name."""
+    """Return the functions to time, by name."""
     found: dict[str, Normalize] = {"batchnorm": p.ours, "eager": p.eager}
     found["compile"] = torch.compile(p.eager, fullgraph=True, dynamic=False)
     if autotune:
@@ -79,7 +83,7 @@ def contenders(p: Parameters, autotune: bool) -> dict[str, Normalize]:
 
 
 class Sets:
-    """Sets of inputs, residuals and output gradients; ``n`` is the number of sets, by default from :func:`buffers`."""
+    """``n`` sets of random inputs, residuals and output gradients; by default, :func:`buffers` chooses ``n``."""
 
     def __init__(
         self, layer: LayerShape, channels_last: bool, dtype: torch.dtype, residual: bool, n: int | None = None
@@ -96,13 +100,13 @@ class Sets:
         self.residual = [draw().requires_grad_() if residual else None for _ in range(self.n)]
 
     def limit(self, bandwidth: float) -> tuple[float, float]:
-        """Return the seconds in which a forward and a backward pass could move each input and output once."""
+        """Return how many seconds a forward and a backward pass need at ``bandwidth`` to move each tensor once."""
         extra = self.residual[0] is not None
         return tuple((n + extra) * self.bytes / bandwidth for n in (2, 3))  # type: ignore[return-value]
 
 
 def check(sets: Sets, p: Parameters, call: Normalize) -> dict[str, float]:
-    """Return the relative errors of y and every gradient on the first set.
+    """Return the relative errors of the output y and of every gradient, on the first set of inputs.
 
     The expected gradients use the ReLU mask of our output, because rounding decides the sign of values very near 0.
     One different sign would outweigh all other errors of a float32 gradient. A truly wrong sign still shows as an error
@@ -149,17 +153,19 @@ def time_passes(watch: Stopwatch, sets: Sets, p: Parameters, call: Normalize) ->
 def measure(
     bandwidth: float, layer: LayerShape, channels_last: bool, dtype: torch.dtype, residual: bool, autotune: bool
 ) -> dict[str, Any]:
-    """Check our kernels on one layer, and time every contender."""
+    """Check our kernels on one layer, time every contender, and return a row of the result file."""
     torch._dynamo.reset()
     p = Parameters(layer.channels)
     calls = contenders(p, autotune)
     one = Sets(layer, channels_last, dtype, residual, 1)
+    # Compile in the first calls, while other processes may use the GPU. Only the timing below needs exclusive use of
+    # the GPU.
     for name, call in calls.items():
-        if name != "eager":  # the other contenders compile on their first call
+        if name != "eager":
             call(one.x[0], one.residual[0]).backward(one.dy[0])
     torch.cuda.synchronize()
     del one
-    torch.cuda.empty_cache()  # leave the memory to the other processes
+    torch.cuda.empty_cache()
     names = zip(("layout", "dtype", "op"), names_of(channels_last, dtype, residual), strict=True)
     row: dict[str, Any] = {**layer._asdict(), **dict(names)}
     with device_turn():
@@ -186,7 +192,7 @@ def time_all(bandwidth: float, sets: Sets, p: Parameters, calls: dict[str, Norma
     }
     for name, call in calls.items():
         if name == "batchnorm" and not all(e <= ALLOWED[x.dtype] for e in row["errors"].values()):
-            row["refused"] = "the check failed: not timed"
+            row["refused"] = "not timed, because the relative errors are too large:"
             continue
         row["us"][name] = [t * 1e6 for t in time_passes(stopwatch(), sets, p, call)]
     return row
@@ -211,16 +217,16 @@ def kernels(
 
     Args:
         out: the result file; a picture is written next to it. Published result files are in results/.
-        layers: "short" for a few layers of different sizes, "all" for every layer of both networks.
+        layers: "all" for every layer shape of the paper's Inception and of ResNet-50, "short" for a few of them.
         dtypes: dtypes of the activations.
-        autotune: also time torch.compile's max-autotune mode and, if bfloat16 is in --dtypes, cuDNN in fp16 and NHWC.
-        seconds: start no further row after this many seconds.
+        autotune: also time torch.compile's max-autotune mode and, for each bfloat16 layer in NHWC, cuDNN in float16.
+        seconds: start no further measurement after this many seconds.
         jobs: number of processes, which compile in parallel and measure one at a time; 0 uses only this process.
-        commit: the commit that is measured, if the code is not a git checkout.
+        commit: the commit to record in the result file, if the code is not a git checkout.
     """
     at_least(0, jobs=jobs, seconds=None if seconds == math.inf else seconds)
     if not dtypes:
-        raise ValueError("dtypes is empty: give at least one type")
+        raise ValueError("dtypes is empty: give at least one dtype")
     require_gpu()
     check_writable(out)
     begin = time.monotonic()

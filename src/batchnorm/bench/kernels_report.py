@@ -1,4 +1,4 @@
-"""The report of ``bench kernels``: which goals are reached, means by layout and operation, and a picture.
+"""The report of ``bench kernels``: which goals are reached, the mean speedups, and a picture.
 
 To redraw the picture of a result file: python -m batchnorm.bench.kernels_report results/kernels-h200.json
 """
@@ -16,9 +16,11 @@ from ..pictures import BLUE, GREEN, GREY, ORANGE, picture_beside
 from ..results import write_atomically
 from .bars import Bar, geometric_mean
 
-CHIP = 26.4e6  # bytes that fit into the shared memory of 132 multiprocessors, 200 KB each
-MOVED = 20e6  # bytes; if a pass moves fewer, launch overhead dominates
-# How many tensors a forward and a backward pass without a residual move, if they read each input once or twice.
+CHIP = 26.4e6  # bytes that fit into the shared memory of an H200: 200 KB in each of its 132 multiprocessors
+# Passes that move fewer bytes are not compared with the bandwidth limit, because launch overhead dominates their time.
+MOVED = 20e6
+# How many tensors a forward and a backward pass move without a residual: ONCE if they read each input once, TWICE if
+# they read each input twice.
 ONCE, TWICE = (2, 3), (3, 5)
 
 STYLES = {
@@ -31,13 +33,13 @@ STYLES = {
 
 
 class KernelBar(NamedTuple):
-    """A goal for a group of layers."""
+    """A goal for all layers with the same layout and operation."""
 
     layout: str
     op: str
     what: str
     wanted: float
-    measured: float | None  # None if no layer was measured
+    measured: float | None
     at_least: bool
     layers: int
 
@@ -86,9 +88,9 @@ def _judged(layout: str, op: str, rows: Sequence[dict[str, Any]]) -> list[Kernel
     def bar(what: str, wanted: float, values: Sequence[float], measured: float | None, at_least: bool) -> KernelBar:
         return KernelBar(layout, op, what, wanted, measured if values else None, at_least, len(values))
 
-    # Memory bandwidth rules out each of these two goals in some cases; docs/kernels.md has the numbers. With a
+    # Each of these two goals is left out where memory bandwidth rules it out; docs/kernels.md has the numbers. With a
     # residual, torch.compile's kernels and ours both move one more tensor per pass, so ours cannot be 1.5 times as
-    # fast. In NHWC, eager's kernels move so few bytes that ours cannot be 4 times as fast.
+    # fast. In NHWC, eager torch moves so few bytes that our kernels cannot be 4 times as fast.
     means = [
         bar("geometric mean of torch.compile over ours", 1.5, compiled, geometric_mean(compiled), True),
         bar("geometric mean of eager over ours", 4.0, eager, geometric_mean(eager), True),
@@ -129,7 +131,7 @@ def summary(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def line(row: dict[str, Any]) -> str:
-    """Return a row as one line of text: microseconds forward/backward, then multiples of the bandwidth limit."""
+    """Return a row as text: microseconds forward/backward and, in parentheses, multiples of the bandwidth limit."""
     shape = f"{row['batch']}x{row['channels']}x{row['size']}x{row['size']}"
     text = f"{shape:>16} {row['layout']} {row['dtype']:>8} {row['op']:>11} {row['megabytes']:7.1f} MB"
     for name, us in row["us"].items():
@@ -147,7 +149,7 @@ def write(report: dict[str, Any], path: Path) -> None:
 
 
 def draw(report: dict[str, Any], plt: Any) -> Any:
-    """Draw one panel per layout and operation; a value of 1 means that every tensor is moved once at copy bandwidth."""
+    """Draw one panel per layout and operation; y = 1 means that each tensor is moved once, at a copy's speed."""
     types = [r["dtype"] for r in report["rows"]]
     dtype = "bfloat16" if "bfloat16" in types else types[0]
     panels = sorted({(r["layout"], r["op"]) for r in report["rows"] if r["dtype"] == dtype})
@@ -161,7 +163,7 @@ def draw(report: dict[str, Any], plt: Any) -> Any:
         axes.axhline(1, color="k", lw=0.6)
         axes.set(title=f"{op}, {layout}, {dtype}", xlabel="one tensor, MB", ylim=(0, 1.05))
     figure.axes[0].set_ylabel("share of the one-read limit")
-    # Take the legend from the last panel: it shows NHWC, the only layout in which cudnn-fp16 is timed.
+    # Take the legend from the last panel, which shows NHWC: cudnn-fp16 is timed only in NHWC.
     figure.legend(*figure.axes[-1].get_legend_handles_labels(), loc="outside lower center", ncols=len(STYLES))
     figure.suptitle(f"{report['hardware']['device']}, torch {report['hardware']['torch']}: forward and backward")
     return figure

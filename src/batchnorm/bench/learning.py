@@ -36,7 +36,7 @@ from .network_steps import network_to_convert
 
 QUESTION = "validation accuracy of a stock network and of its converted copy, both trained"
 FORMS = ("stock", "converted")
-CROP_AREA = (0.25, 1.0)  # range of a crop's share of the image's area; smaller crops of small images show too little
+CROP_AREA = (0.25, 1.0)  # range of a crop's area as a fraction of the image's; smaller crops would show too little
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def train(form: str, seed: int, recipe: LearningRecipe) -> LearningRun:
     augment, normalize = Augment("none").to(device), Normalize().to(device)
     draws = torch.Generator().manual_seed(seed)
     losses, accuracies = [], []
-    torch.manual_seed(seed)  # again, because convert may have drawn random numbers
+    torch.manual_seed(seed)  # seed again, because `convert` may have drawn random numbers
     began = time.monotonic()
     for epoch in range(recipe.epochs):
         total = torch.zeros((), device=device)
@@ -133,7 +133,7 @@ def compare(runs: Iterable[LearningRun]) -> dict[str, Any]:
         stock, converted = (found[form] for form in FORMS)
         found["difference of means"] = converted["mean"] - stock["mean"]
         found["wider range"] = max(form["highest"] - form["lowest"] for form in (stock, converted))
-        if stock["runs"] > 1 and converted["runs"] > 1:  # one seed has no range to compare with
+        if stock["runs"] > 1 and converted["runs"] > 1:
             found["same"] = abs(found["difference of means"]) <= found["wider range"]
     return found
 
@@ -157,7 +157,7 @@ def learning(
         data: an image folder or tar shards, with the splits train and val.
         network: torchvision/NAME, timm/NAME or MODULE:FUNCTION, with at least as many outputs as there are classes.
         seeds: seeds of the weights, the order of the images and the crops; give several, such as 0 1 2, because one
-            seed cannot show a spread.
+            seed has no range.
         size: height and width of the crops.
         batch: images per step.
         epochs: number of epochs of each run.
@@ -173,7 +173,8 @@ def learning(
     above(0, rate=rate)
     between(0, SEED_MAX, seeds=seeds)
     check_writable(out)
-    network_to_convert(network)  # fail before any work if the network cannot be converted
+    # Raise an error now, not after the training, if the network cannot be built or has no batch normalization.
+    network_to_convert(network)
     recipe = LearningRecipe(data, network, size, batch, epochs, rate, find_device(device).type, workers)
     sources = {split: open_source(data, split) for split in ("train", "val")}
     images = {split: {"images": len(s.labels), "classes": len(s.classes)} for split, s in sources.items()}

@@ -34,7 +34,8 @@ from .contenders import OURS, STOCK, Contender, noise, with_stock_parts_
 from .train import LOSS_TOLERANCE
 
 QUESTION = "peak memory of the appendix network's training step, relative to the eager stock network's"
-BARS = {"ours": 0.6, "ours, recompute": 0.45}  # limits of the tensors' peak relative to stock's, on a GPU at batch 256
+# Upper limits of the peak memory without workspaces, as fractions of the stock network's, on a GPU at batch 256.
+BARS = {"ours": 0.6, "ours, recompute": 0.45}
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class PeakMemory:
 
 
 class EagerStep:
-    """A variant of the network that is ready to take training steps on one batch of noise."""
+    """A variant of the network that is ready to take training steps on one batch of random images."""
 
     def __init__(self, form: StepForm, batch: int, size: int, device: torch.device) -> None:
         self.form, self.device = form, device
@@ -119,7 +120,7 @@ def peak(call: Callable[[], Any], device: torch.device) -> tuple[int, int]:
         found = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
         del result
         return found
-    gc.collect()  # garbage freed during the call would distort the count
+    gc.collect()  # garbage that is freed during the call would be subtracted from the count
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         result = call()
@@ -136,7 +137,7 @@ def measure(form: StepForm, batch: int, size: int, device: torch.device) -> Peak
     """Build a variant, warm it up and measure the memory of one forward pass and one step."""
     step = EagerStep(form, batch, size, device)
     loss = float(step())
-    step()  # warm up again, now with the momentum buffers and workspaces that the first step allocated
+    step()  # the first step allocated momentum buffers and workspaces, so its memory differs from that of later steps
     _, after = peak(step.forward, device)
     highest, _ = peak(step, device)
     return PeakMemory(form.name, highest, peak_of_tensors(step, device) or highest, after, loss)
@@ -145,8 +146,8 @@ def measure(form: StepForm, batch: int, size: int, device: torch.device) -> Peak
 def peak_of_tensors(call: Callable[[], Any], device: torch.device) -> int | None:
     """Return the bytes allocated at the peak of a call, not counting workspaces, or None on a CPU.
 
-    A block counts as a workspace if the next event after its allocation is its release: an operation allocated such a
-    block for its own use.
+    A block of memory counts as a workspace if it is released before the next allocation or release of another block,
+    because a single operation has then used it.
     """
     if device.type != "cuda":
         return None
@@ -178,7 +179,7 @@ def peak_of_tensors(call: Callable[[], Any], device: torch.device) -> int | None
 def memory(
     batch: int | None = None, size: int = 224, out: Path | None = None, only: Sequence[str] = ()
 ) -> list[PeakMemory]:
-    """Compare the peak memory of a training step with this library's layers and with torch.nn's layers.
+    """Measure the peak memory of a training step, with this library's layers and with torch.nn's layers.
 
     Args:
         batch: number of images; by default 256 on a GPU and 8 on a CPU.
@@ -201,7 +202,10 @@ def memory(
         over, tensors_over = row.peak / stock.peak, row.tensors / stock.tensors
         rows.append(replace(row, over_stock=over, tensors_over_stock=tensors_over))
         if form.norm and not abs(row.loss - rows[0].loss) <= LOSS_TOLERANCE * abs(rows[0].loss):
-            raise RuntimeError(f"{row.name} computes a loss of {row.loss}, but stock computes a loss of {rows[0].loss}")
+            raise RuntimeError(
+                f"{row.name} computes a loss of {row.loss}, but stock computes a loss of {rows[0].loss}:"
+                " their memory is not comparable"
+            )
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()

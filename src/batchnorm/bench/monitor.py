@@ -24,7 +24,7 @@ def monitor(steps: int = 500, rounds: int = 15, out: Path = Path("runs/bench/mon
 
     Args:
         steps: updates per round; with the monitor's default every=100, 500 updates give five records.
-        rounds: number of rounds, each of which times every contender; the ratio is the median over rounds.
+        rounds: number of rounds, each of which times the loop with and without a monitor; results are medians.
         out: the result file; published result files are in results/.
     """
     at_least(1, steps=steps, rounds=rounds)
@@ -53,7 +53,7 @@ def monitor(steps: int = 500, rounds: int = 15, out: Path = Path("runs/bench/mon
         with Monitor(net, probe=data.test.images[:250]):
             seconds["on a probe of 250"].append(train(rows))
     median = {name: statistics.median(values) for name, values in seconds.items()}
-    # Ratios are taken within a round, because the machine's speed changes between rounds.
+    # Divide times of the same round, because the machine's speed can change between rounds.
     ratios = {name: map(truediv, values, seconds["no monitor"]) for name, values in seconds.items()}
     added = {name: round(statistics.median(values) - 1, 4) for name, values in ratios.items()}
     result = {
@@ -66,4 +66,4 @@ def monitor(steps: int = 500, rounds: int = 15, out: Path = Path("runs/bench/mon
     }
     write_json(out, result)
     for name, value in median.items():
-        print(f"{name}: {1e6 * value:.0f} us per step, {added[name]:+.1%}")
+        print(f"{name}: {1e6 * value:.0f} us per step, {added[name]:+.1%} against no monitor")

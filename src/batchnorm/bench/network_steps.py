@@ -31,20 +31,22 @@ Mode = Literal[
     "evaluation", "nchw", "float32", "fp16", "bf16-weights", "checkpoint", "accumulate", "ddp", "fsdp2",
 ]  # fmt: skip
 Row = dict[str, Any]
-TURN = "turn"  # generators yield it before timing, to ask for exclusive use of the machine
+TURN = "turn"  # a generator yields this before timing, to ask for exclusive use of the machine
 COMPILED_TOGETHER: tuple[Mode, ...] = ("compiled", "backend")  # timed against the same compiled stock network
-REPLAYING: tuple[Mode, ...] = ("reduce-overhead", "max-autotune")  # Inductor captures CUDA graphs and replays them
+REPLAYING: tuple[Mode, ...] = ("reduce-overhead", "max-autotune")  # modes in which Inductor replays CUDA graphs
 COMPILING: tuple[Mode, ...] = (*COMPILED_TOGETHER, "dynamic", *REPLAYING)
-# Relative tolerances between the losses of the two networks. In the first step, losses differ only by rounding. The
-# larger tolerance is for later steps, because training amplifies the difference, and for compiled networks, because
-# they draw different dropout masks.
+# By which fraction the loss of the converted network may differ from that of the stock network. In the first step, the
+# losses differ only by rounding. The larger tolerance is for later steps, because training amplifies the difference,
+# and for compiled networks, because they draw different dropout masks.
 FIRST_TOLERANCE, LOSS_TOLERANCE = 0.005, 0.03
 CHECKED_STEPS = 3
 AUXILIARY = 0.3  # the weight of GoogLeNet's and Inception's auxiliary classifiers
-RATE = 1e-3  # learning rate; at 0.01, changing GoogLeNet's weights by 1e-6 changes the loss by 1% after one step
-GROUP_SECONDS = 0.1  # short steps are timed in groups that last about this long, between two synchronizations
+# The learning rate is low, so that the losses of two correct networks stay close: at 0.01, a change of GoogLeNet's
+# weights by 1e-6 changes the loss by 1% after one step.
+RATE = 1e-3
+GROUP_SECONDS = 0.1  # between two synchronizations, take as many steps as fit in about this time
 MIN_PAIRS = 6  # with fewer rounds, order statistics give no 95% interval
-NARROW = 0.01  # stop once half the width of the 95% interval is at most 1% of the median
+NARROW = 0.01  # stop timing once half the width of the 95% interval is at most this fraction of the median
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ def convert_pair(name: str, settings: Settings) -> Pair:
     began = clock()
     converted = convert(net, example)
     seconds = clock() - began
-    extension.wait()  # the extension compiles in the background; until it is ready, steps are slower
+    extension.wait()  # the extension compiles in the background, and steps are slower until it is ready
     with torch.no_grad():
         output = network_call.tensors_in(copy.deepcopy(net)(example))[0]
     return Pair(net, converted, example, output.shape[1], seconds, str(converted.report).partition("\n")[0])
@@ -126,7 +128,8 @@ def convert_pair(name: str, settings: Settings) -> Pair:
 def without_norms(net: nn.Module) -> nn.Module:
     """Return a copy in which ``nn.Identity`` replaces the batch normalization layers.
 
-    The time of its training step is a lower limit for the network with any implementation of batch normalization.
+    The time of the copy's training step is a lower limit of the network's, whatever the implementation of batch
+    normalization.
 
     >>> without_norms(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))[1]
     Identity()
@@ -166,7 +169,8 @@ class Step:
             losses.append(loss.detach())
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        # Clear the gradients now, not before the next step, so that Inductor's CUDA graphs can reuse their memory.
+        # Clear the gradients here, not at the start of the next step, so that Inductor's CUDA graphs can reuse their
+        # memory.
         self.optimizer.zero_grad(set_to_none=True)
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
@@ -190,7 +194,8 @@ def _as_used(net: nn.Module, mode: Mode, images: Tensor) -> tuple[Any, Tensor]:
         case "reduce-overhead" | "max-autotune":
             return torch.compile(net, mode=mode), images
         case "evaluation":
-            estimate_(net, [images])  # with the initial running statistics, activations could overflow
+            # Replace the initial running statistics, with which activations could overflow.
+            estimate_(net, [images])
             return net.eval(), images
         case "nchw":
             return net.to(memory_format=torch.contiguous_format), images.contiguous()  # type: ignore[call-overload]
@@ -210,7 +215,8 @@ def _as_used(net: nn.Module, mode: Mode, images: Tensor) -> tuple[Any, Tensor]:
                 torch.distributed.init_process_group(kind, store=HashStore(), rank=0, world_size=1)
             if mode == "ddp":
                 return nn.parallel.DistributedDataParallel(net), images
-            net = net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]  # required by FSDP2
+            # FSDP2 rejects parameters that are not contiguous.
+            net = net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
             torch.distributed.fsdp.fully_shard(net)
     return net, images
 
@@ -245,14 +251,15 @@ def prepare(net: nn.Module, mode: Mode, images: Tensor, labels: Tensor) -> Prepa
     The first step of a compiled network compiles with empty caches. This step is measured in CPU time, because other
     processes may compile at the same time.
     """
-    gc.collect()  # garbage that is freed after the line below would make the peak too low
+    # Garbage that is freed only after `before` is read would make the measured peak too low.
+    gc.collect()
     before = torch.cuda.memory_allocated() - images.nbytes - labels.nbytes if images.is_cuda else 0
     step: Any = Step(copy.deepcopy(net), mode, images, labels)
     compiles = mode in COMPILING
     clock = time.process_time if compiles else time.perf_counter
     side: AbstractContextManager[Any] = torch.cuda.stream(torch.cuda.Stream()) if mode == "graph" else nullcontext()
     if images.is_cuda:
-        torch.cuda.synchronize()  # wait for the copy of the network, which was made on another stream
+        torch.cuda.synchronize()  # wait for the copy of the network, because `side` may be another stream
     began = clock()
     with side:
         with _compiling() if compiles else nullcontext():
@@ -263,19 +270,19 @@ def prepare(net: nn.Module, mode: Mode, images: Tensor, labels: Tensor) -> Prepa
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
     if mode == "graph":
-        step = GraphedStep(step)  # capturing allocates as much as a step does
+        step = GraphedStep(step)  # the capture allocates as much memory as an eager step, so the peak is the same
         losses += _losses(step, range(CHECKED_STEPS, 2 * CHECKED_STEPS))
     else:
         step()
-    # Inductor's CUDA graphs allocate nothing when they are replayed, so their peak cannot be measured.
+    # Replaying Inductor's CUDA graphs allocates nothing, so the peak of these modes cannot be measured.
     peak = torch.cuda.max_memory_allocated() - before if images.is_cuda and mode not in REPLAYING else None
     if compiles and images.is_cuda:
-        torch.cuda.empty_cache()  # leave memory for other processes
+        torch.cuda.empty_cache()
     return Prepared(step, losses, seconds, peak)
 
 
 def _losses(step: Callable[[], Tensor], seeds: range) -> list[float]:
-    """Take one step per seed and return the losses; the seed sets the network's random numbers, such as dropout's."""
+    """Take one step per seed and return the losses; the seed determines random numbers such as dropout masks."""
     losses = []
     for seed in seeds:
         torch.manual_seed(seed)
@@ -321,7 +328,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
     (3.5, 1, 6)
     """
     ordered, n = sorted(values), len(values)
-    k, below = 0, 1.0  # P(Binomial < k + 1), times 2^n
+    k, below = 0, 1.0  # `below` is 2^n P(Binomial(n, 1/2) < k + 1)
     while 2 * (below + math.comb(n, k + 1)) <= 0.05 * 2**n:
         k += 1
         below += math.comb(n, k)
@@ -329,7 +336,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def time_rounds(steps: Sequence[Callable[[], Tensor]], device: str, seconds: float) -> list[list[float]]:
-    """Time the given kinds of steps alternately; return the seconds per step of each kind, round by round.
+    """Time several kinds of steps alternately; return, for each round, the seconds per step of each kind.
 
     After at least ``MIN_PAIRS`` rounds, timing stops as soon as the 95% intervals of all speedups over the first kind
     are narrow, or when ``seconds`` have passed.
@@ -340,7 +347,7 @@ def time_rounds(steps: Sequence[Callable[[], Tensor]], device: str, seconds: flo
             torch.cuda.synchronize()
 
     def timed(step: Callable[[], Tensor], count: int) -> float:
-        if count > 1:  # a long step needs no warm-up
+        if count > 1:  # a step longer than GROUP_SECONDS needs no warm-up
             step()
         synchronize()
         began = time.perf_counter()
@@ -366,7 +373,7 @@ def time_rounds(steps: Sequence[Callable[[], Tensor]], device: str, seconds: flo
 
 
 def measure(pair: Pair, unit: Measurement, settings: Settings) -> Generator[str, None, list[Row]]:
-    """Make a measurement and return its rows; yield ``TURN`` before timing.
+    """Make a measurement and return its rows, one per mode; yield ``TURN`` before timing.
 
     Each time memory runs out, the batch size is halved. If memory runs out at a batch size below 4, the rows say that
     the measurement failed.
@@ -399,7 +406,8 @@ def _measure(pair: Pair, modes: tuple[Mode, ...], examples: int, settings: Setti
     if settings.on_gpu and images.dim() == 4:
         images = images.contiguous(memory_format=torch.channels_last)
     labels = torch.randint(pair.classes, (examples,), generator=generator).to(images.device)
-    # Libraries load code and allocate workspaces on first use, so use them before either network is measured.
+    # Libraries load code and allocate workspaces in their first call. Take a step now, so that neither network's
+    # measurements include this.
     Step(copy.deepcopy(pair.stock), "eager", images[:8], labels[:8])()
     if modes[0] in COMPILING:
         torch.compile(nn.Linear(8, 8, device=images.device))(torch.zeros(8, 8, device=images.device)).sum().backward()
@@ -411,7 +419,7 @@ def _measure(pair: Pair, modes: tuple[Mode, ...], examples: int, settings: Setti
             form = prepare(pair.stock if mode == "backend" else pair.converted, mode, images, labels)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # record the error in the row and continue with the other modes
+        except Exception as error:
             rows.append({"mode": mode, "failed": _first_line(error)})
             continue
         if problem := loss_problem(stock.losses, form.losses, mode in COMPILING):
@@ -437,7 +445,7 @@ def _limiting_step(net: nn.Module, images: Tensor, labels: Tensor) -> Step | Non
     try:
         step = Step(without_norms(net), "eager", images, labels)
         step()
-    except Exception:  # the network may read the removed layers' weights, or have no other weights
+    except Exception:  # for example, the network reads the removed layers' weights, or has no other weights
         return None
     return step
 
@@ -472,16 +480,17 @@ def results_of(job: NetworkJob, settings: Settings) -> Iterator[tuple[Measuremen
         keep_freed_memory()
     try:
         pair = convert_pair(job.network, settings)
-    except Exception as error:  # record the error in the rows and continue with the other networks
+    except Exception as error:
         for unit in job.units:
             yield unit, failed(unit, _first_line(error))
         return
     for unit in job.units:
         if unit.modes[0] not in COMPILING:
-            yield TURN  # in these modes, the elapsed time of the first step is recorded too
+            # Modes that do not compile record the elapsed time of the first step: no other process may run meanwhile.
+            yield TURN
         try:
             yield unit, (yield from measure(pair, unit, settings))
-        except Exception as error:  # the stock network can fail too
+        except Exception as error:  # mostly from the stock network: `_measure` handles errors of the converted network
             yield unit, failed(unit, f"stock: {_first_line(error)}")
 
 

@@ -6,8 +6,10 @@ The command times whole training steps of a stock network against ``bn.convert(n
 and under ``torch.compile``. It also times the stock network under ``torch.compile(backend="batchnorm")``. Steps run in
 bf16 autocast and channels_last on a GPU, and in float32 on a CPU. Both networks start from the same weights and are
 timed alternately in one process. If their losses differ by more than a tolerance, they are not timed. On a CPU, the
-stock network without its batch normalization layers is timed too, as a lower limit of the step time. Rows of the result
-file that were measured with the current code are not measured again. A result file from another machine, or from other
+stock network without its batch normalization layers is timed too, as a lower limit of the step time.
+
+Each row of the result file has the measurements of one network in one mode, such as eager, at one batch size. Rows
+that were measured with the current code are not measured again. A result file from another machine, or from other
 versions or settings, is refused.
 """
 
@@ -63,10 +65,10 @@ NETWORKS = (
     "torchvision/densenet121",
 )
 SOURCE = Path(__file__).parents[1]
-MEASURED = ("ops", "layers", "graph", "surgery", "network_call.py", "network_copy.py")  # code that rows depend on
+MEASURED = ("ops", "layers", "graph", "surgery", "network_call.py", "network_copy.py")  # code that affects the times
 Key = tuple[str, Mode, int]
 Report = dict[Key, Row]
-Layout = tuple[Sequence[int], Sequence[tuple[Mode, ...]]]  # batch sizes, and groups of modes to measure together
+Layout = tuple[Sequence[int], Sequence[tuple[Mode, ...]]]  # batch sizes, and tuples of modes that are measured together
 
 
 def bars(rows: Iterable[Row], device: str) -> list[Bar]:
@@ -126,7 +128,7 @@ def bars(rows: Iterable[Row], device: str) -> list[Bar]:
 
 @cache
 def digest(mode: Mode) -> str:
-    """Return a digest of the code that rows of a mode depend on."""
+    """Return a digest of the code that affects the times in a mode."""
     found = hashlib.sha256()
     for name in (*MEASURED, *(["dynamo.py"] if mode == "backend" else [])):
         path = SOURCE / name
@@ -175,8 +177,8 @@ def _key(row: Row) -> Key:
 def plan(networks: Sequence[str], modes: Sequence[Mode], batches: Sequence[int], rows: Report) -> list[NetworkJob]:
     """Return the jobs for the missing rows.
 
-    The first jobs, one per network, measure all modes that do not compile. The jobs that compile follow, one per
-    network, batch size and group of modes.
+    The first jobs, one per network, measure all modes that do not compile. The jobs that compile follow. For each
+    network and batch size, there is one job for the modes in ``COMPILED_TOGETHER``, and one job for each other mode.
     """
     quick: Layout = batches, [(mode,) for mode in modes if mode not in COMPILING]
     alone = [mode for mode in modes if mode in COMPILING and mode not in COMPILED_TOGETHER]
@@ -196,9 +198,9 @@ def plan(networks: Sequence[str], modes: Sequence[Mode], batches: Sequence[int],
 
 
 def one_per_mode(job: NetworkJob) -> list[NetworkJob]:
-    """Split a job that compiles into one job per batch size and mode; return any other job unchanged.
+    """Split a job that compiles into one job per batch size and mode; return other jobs unchanged, in a list.
 
-    The parts can compile in parallel, but each compiles the stock network as well.
+    The new jobs can compile in parallel, but each of them compiles the stock network again.
 
     >>> one_per_mode(NetworkJob("timm/resnet50", (Measurement(32, ("compiled", "backend")),)))[1]
     NetworkJob(network='timm/resnet50', units=(Measurement(batch=32, modes=('backend',)),))
@@ -212,7 +214,8 @@ class _Measuring:
     """The results of one job, which a worker process computes and returns one at a time."""
 
     def __init__(self, job: NetworkJob, settings: Settings) -> None:
-        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # other processes compile at the same time
+        # Other processes compile at the same time, so one thread per process keeps the cores busy.
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         self.results, self.settings = results_of(job, settings), settings
         self.has_turn = self.failed = False
 
@@ -227,7 +230,7 @@ class _Measuring:
         if self.failed and self.settings.on_gpu:
             try:
                 torch.cuda.synchronize()
-            except RuntimeError as error:  # after an illegal memory access, this process can no longer use CUDA
+            except RuntimeError as error:  # for example after an illegal memory access
                 raise BrokenDeviceError(str(error)) from error
         for found in self.results:
             if isinstance(found, tuple):
@@ -256,10 +259,10 @@ class _Worker:
 def in_turns(
     jobs: Sequence[NetworkJob], settings: Settings, processes: int, end: float
 ) -> Iterator[tuple[str, list[Row]]]:
-    """Run each job in its own process, and yield the network and rows of each measurement, until the time ``end``.
+    """Run each job in its own process, and yield the network and rows of each measurement.
 
     While one process is timed, the other processes are paused. If a job's process dies, a new process continues with
-    the measurement after the failed one.
+    the measurement after the failed one. All processes are stopped when ``time.monotonic()`` reaches ``end``.
     """
     waiting, workers = list(jobs), list[_Worker]()
     timing: _Worker | None = None
@@ -280,7 +283,8 @@ def in_turns(
             for worker in [worker for worker in workers if worker.remote.pipe in found]:
                 result: Any = ""
                 try:
-                    result = worker.remote.result()  # the first result is None: the worker has built its _Measuring
+                    # The first result of a worker is None, and only means that the worker is ready.
+                    result = worker.remote.result()
                 except BrokenDeviceError:
                     pass
                 except Exception as error:
@@ -308,7 +312,7 @@ def in_turns(
 
 
 def here(jobs: Sequence[NetworkJob], settings: Settings, end: float) -> Iterator[tuple[str, list[Row]]]:
-    """Run the jobs in this process; yield the network and rows of each measurement, until the time ``end``."""
+    """Run the jobs in this process; yield the network and rows of each measurement until ``end``, a monotonic time."""
     for job in jobs:
         for found in results_of(job, settings):
             if isinstance(found, tuple):
@@ -337,20 +341,20 @@ def networks(
             and an example batch.
         modes: eager, graph (the whole step as one CUDA graph), compiled (both networks under torch.compile) and backend
             (the stock network under torch.compile with this library's backend). These four are the default on a GPU;
-            eager is the default on a CPU. dynamic, reduce-overhead and max-autotune compile both networks with that
-            option of torch.compile. The other modes are eager: evaluation, nchw, float32, fp16 (with a GradScaler),
-            bf16-weights, checkpoint (activation checkpointing of each stage's blocks), accumulate (gradients of two
-            half batches), ddp and fsdp2 (in one process).
-        batches: batch sizes, by default 256 and 32 on a GPU and 8 on a CPU; halved if memory runs out.
+            eager is the default on a CPU. The modes dynamic, reduce-overhead and max-autotune compile both networks
+            with that option of torch.compile. The other modes are eager: evaluation, nchw, float32, fp16 (with a
+            GradScaler), bf16-weights, checkpoint (activation checkpointing of each stage's blocks), accumulate
+            (gradients of two half batches), ddp and fsdp2 (in one process).
+        batches: batch sizes, by default 256 and 32 on a GPU and 8 on a CPU; a batch size is halved if memory runs out.
         size: height and width of the images; not used if the function returns an example batch.
         device: cpu, cuda, or auto.
-        seconds_per_row: how long to time a row, in seconds; timing ends sooner once the speedup is known to within 1%,
-            and takes at least six rounds.
+        seconds_per_row: how long to time each network in each mode at each batch size; timing ends sooner once
+            the speedup is known to within 1%, and takes at least six rounds.
         minutes: stop after this many minutes and keep the rows measured so far; run the same command again to continue.
         jobs: on a GPU, number of processes; they build and compile networks in parallel, and are timed one at a time.
         cudnn_benchmark: let cuDNN try its algorithms and choose the fastest, which takes a long time.
         keep: keep rows of the result file that were measured with other code, instead of measuring them again; each row
-            names its commit.
+            records its commit.
         out: the result file; a picture is written next to it. Published result files are in results/.
 
     Raises:
@@ -372,8 +376,9 @@ def networks(
     missing = plan(networks, modes, batches, rows)
     if device == "cuda" and 2 * len(missing) <= jobs:
         missing = [part for job in missing for part in one_per_mode(job)]
+    # Raise an error now, not after hours of work, if a network cannot be built or has no batch normalization.
     for name in dict.fromkeys(job.network for job in missing):
-        network_to_convert(name)  # fail before any work if the network cannot be converted
+        network_to_convert(name)
     print(f"{len(rows)} rows are already measured, {_count(missing)} are not", flush=True)
     origin = {"commit": environment()["commit"], "date": time.strftime("%Y-%m-%d")}
     found = in_turns(missing, settings, jobs, end) if device == "cuda" else here(missing, settings, end)
@@ -385,7 +390,7 @@ def networks(
         judged = [{**bar._asdict(), "reached": bar.reached} for bar in bars(rows.values(), device)]
         content = {"machine": machine_here, "settings": asdict(settings), "bars": judged, "rows": [*rows.values()]}
         write_result(out, QUESTION, **content)
-    if {*NETWORKS} <= {row["network"] for row in rows.values()}:  # the goals are for these networks
+    if {*NETWORKS} <= {row["network"] for row in rows.values()}:  # the bars are goals for all of NETWORKS together
         for bar in bars(rows.values(), device):
             print(bar.line())
     if any("failed" not in row and row["mode"] in MODE_NAMES for row in rows.values()):
@@ -399,7 +404,7 @@ def networks(
 
 def _check(networks: Sequence[str], modes: Sequence[Mode], device: str, **numbers: Any) -> None:
     if device == "cpu" and "graph" in modes:
-        raise ValueError("the mode 'graph' needs a CUDA device")
+        raise ValueError("the mode 'graph' needs a CUDA device: remove it from --modes")
     if not networks:
         raise ValueError("networks is empty: give at least one network")
     for name in networks:
@@ -426,14 +431,14 @@ def line(row: Row) -> str:
     memory = f", {ours / stock:.3f} of the memory" if stock else ""
     limit = f", {1 / row['without_bn']:.3f} times as fast without any BN" if "without_bn" in row else ""
     return (
-        f"{start}: {row['stock_ms']:8.2f} to {row['ours_ms']:8.2f} ms, {row['speedup']:.3f} times as fast"
-        f" ({low:.3f} to {high:.3f}, {row['pairs']} pairs){limit}{memory}, first step"
-        f" {row['stock_first_step_seconds']:.1f} to {row['ours_first_step_seconds']:.1f} s{halved}"
+        f"{start}: stock {row['stock_ms']:8.2f} ms, ours {row['ours_ms']:8.2f} ms, {row['speedup']:.3f} times as fast"
+        f" ({low:.3f} to {high:.3f}, {row['pairs']} pairs){limit}{memory}, first step: stock"
+        f" {row['stock_first_step_seconds']:.1f} s, ours {row['ours_first_step_seconds']:.1f} s{halved}"
     )
 
 
 def draw(report: dict[str, Any], plt: Any) -> Any:
-    """Draw one panel per mode in ``MODE_NAMES``, with one bar per network and batch size, the largest speedup first."""
+    """Draw one panel per mode in ``MODE_NAMES``, with one bar per network and batch size, sorted by speedup."""
     rows = [row for row in report["rows"] if "failed" not in row and row["mode"] in MODE_NAMES]
     modes, names, batches = (list(dict.fromkeys(row[key] for row in rows)) for key in ("mode", "network", "batch"))
     batches.sort(reverse=True)
@@ -460,7 +465,7 @@ def draw(report: dict[str, Any], plt: Any) -> Any:
     return figure
 
 
-MODE_NAMES = {  # modes that are drawn
+MODE_NAMES = {
     "eager": "eager",
     "graph": "one CUDA graph",
     "compiled": "torch.compile",

@@ -49,15 +49,15 @@ def profile(step: Callable[[], Any], steps: int = 5) -> dict[str, Any]:
 def summary(launches: Sequence[Launch], steps: int) -> dict[str, Any]:
     """Return the milliseconds of each kind of kernel, summed over streams, and the number of launches; both per step.
 
-    ``busy`` is the share of the time in which at least one kernel runs. ``longest_rest`` has the milliseconds per step
-    of up to five kernels: those that take longest among the kernels that match no pattern in ``KINDS``.
+    ``busy`` is the share of the time in which at least one kernel runs. ``longest_rest`` lists up to five kernels that
+    match no pattern in ``KINDS``, the longest first, with their milliseconds per step.
 
     >>> found = summary([Launch("sm90_fprop", 0, 400), Launch("forward_layers", 300, 500), Launch("add", 700, 800)], 1)
     >>> found["milliseconds"], found["launches"], found["busy"]
     ({'convolutions, forward': 0.4, 'BN, forward': 0.2, 'rest': 0.1}, 3.0, 0.75)
     """
     if not launches:
-        raise RuntimeError("the profiler recorded no kernels")
+        raise RuntimeError("the profiler recorded no kernels on the GPU")
     kinds, rest = defaultdict[str, float](float), defaultdict[str, float](float)
     for name, start, end in launches:
         kind = next((kind for kind, pattern in KINDS if re.search(pattern, name)), REST)

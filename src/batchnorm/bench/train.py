@@ -32,7 +32,7 @@ from .gpu_timing import require_gpu
 QUESTION = "images per second of the appendix network's training step, and speedup over stock parts"
 IMAGES = {32: 10_500, 256: 18_500}  # images per second that "ours" must reach on an H200 at 224 px, by batch size
 OVER_COMPOSED = 2.0  # speedup that "ours" must reach over "stock, composed stem"
-LOSS_TOLERANCE = 0.02  # the largest relative difference between losses in bfloat16
+LOSS_TOLERANCE = 0.02  # the largest relative difference to allow between losses that are computed in bfloat16
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def check_same_function(losses: dict[str, float]) -> None:
     """Raise RuntimeError if a contender's loss differs too much from the first contender's loss."""
     expected = next(iter(losses.values()))
     if any(not abs(loss - expected) <= LOSS_TOLERANCE * abs(expected) for loss in losses.values()):
-        raise RuntimeError(f"the contenders do not compute the same loss ({losses}), so nothing is timed")
+        raise RuntimeError(f"the networks do not compute the same loss ({losses}), so nothing is timed")
 
 
 def train(
@@ -85,7 +85,7 @@ def train(
     require_gpu()
     check_writable(out)
     contenders = (STOCK, STOCK_COMPOSED, OURS)
-    # The contenders' processes share the cores, so each gets only a part of the compiler's usual threads.
+    # Divide the cores among the processes that compile at the same time.
     compiling = sum(contender.stock for contender in contenders) * len(batches)
     threads = max(1, (os.cpu_count() or 1) // compiling)
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(threads))
@@ -101,7 +101,7 @@ def train(
             print(report(rows, batch), flush=True)
             profiles[batch] = ready[OURS.name].call("profile")
             print(profile_report(profiles[batch]), flush=True)
-            if out is not None:  # after each batch size, so that an interrupted run keeps its results
+            if out is not None:  # write after each batch size, so that an interruption loses no results
                 times = [asdict(row) for row in rows]
                 write_result(out, QUESTION, size=size, rounds=rounds, rows=times, profiles=profiles)
     finally:

@@ -13,7 +13,7 @@ Colour = tuple[float, float, float]
 # Not in the paper: the commonly used means and standard deviations of ImageNet's training images.
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
-# The luma weights of Rec. 601. They sum to 1, so grey pixels keep their value.
+# The weights of red, green and blue in the luma of Rec. 601.
 GREY = (0.299, 0.587, 0.114)
 # The principal components of ImageNet's colours, each multiplied by its eigenvalue (Krizhevsky et al. 2012, Sec. 4.1).
 # The numbers are those of fb.resnet.torch. Each column is a component.
@@ -25,7 +25,11 @@ COLOUR_COMPONENTS = (
 
 
 class Strength(NamedTuple):
-    """The strength of distortions: random factors lie in [1 - factor, 1 + factor]; ``lighting`` scales normal noise."""
+    """The strength of colour distortions.
+
+    Brightness, contrast and saturation are multiplied by random factors from 1 - ``factor`` to 1 + ``factor``. The
+    noise of the lighting is multiplied by ``lighting``.
+    """
 
     factor: float
     lighting: float
@@ -64,28 +68,28 @@ class Normalize(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the normalized images."""
-        # A single kernel computes in float32 and rounds to the result's dtype when it writes.
+        # With out=, a single CUDA kernel converts the images, computes in float32 and rounds to the result's dtype.
         return torch.addcmul(self.shift, images, self.scale, out=torch.empty_like(images, dtype=self.dtype))
 
 
 class Augment(Normalize):
     """Mirror the images of a batch, distort their colours and normalize them, each image with its own random numbers.
 
-    Let x be a pixel's colour in [0, 1], and grey(x) = w x its luma, with weights w. The colours of each image are
-    distorted in four steps, in a random order:
+    Let x be a pixel's colour, with values in [0, 1], and grey(x) its luma. The colours of each image are distorted in
+    four steps, in a random order:
 
         brightness  x <- b x                            saturation  x <- s x + (1 - s) grey(x)
         contrast    x <- c x + (1 - c) E[grey(x)]       lighting    x <- x + P a
 
     where b, c and s are random factors, E is the mean over the image's pixels, P holds the principal components of
-    ImageNet's colours, and a is normal noise. The result is clamped to [0, 1] once, at the end. Each step is affine in
-    the pixel's colour, and so is any sequence of steps. Let m be the image's mean colour. The distortion and the
-    normalization together are
+    ImageNet's colours, and a is normal noise. The result is clamped to [0, 1] once, at the end. Let m be the image's
+    mean colour. Each step is affine in x and m, and so is any sequence of steps. Before clamping, the distorted and
+    normalized colour is
 
         y = A x + T m + t
 
-    where A, T and t depend only on the random draws. :meth:`draw` computes them, so :meth:`forward` never synchronizes
-    and can be captured in a CUDA graph.
+    where A, T and t depend only on the random numbers. :meth:`draw` computes A, T and t in advance, so :meth:`forward`
+    never synchronizes and can be captured in a CUDA graph.
 
     Args:
         photometric: the strength of the distortions, ``"full"``, ``"reduced"`` or ``"none"``.
@@ -121,10 +125,11 @@ class Augment(Normalize):
         self.distortions = None if photometric == "none" else Distortions(STRENGTHS[photometric], mean, std)
 
     def draw(self, n: int, generator: torch.Generator) -> Tensor:
-        """Draw the random numbers for ``n`` images, one row each; ranks that share a batch each take their own rows.
+        """Draw the random numbers for ``n`` images, and return a tensor with one row per image.
 
         An image is mirrored if the first number of its row is below 0.5. If colours are distorted, the row also holds
-        the image's A, T and t / 3; :meth:`forward` adds t / 3 three times.
+        the image's A, T and t / 3; :meth:`forward` adds t / 3 three times. In a distributed run, draw for the whole
+        batch on every rank, and pass each rank's rows to its :meth:`forward`.
         """
         uniform = torch.rand(n, 8, generator=generator, device=generator.device)
         normal = torch.randn(n, 3, generator=generator, device=generator.device)
@@ -140,9 +145,10 @@ class Augment(Normalize):
             return super().forward(images)
         of_pixel, of_mean, third = draws[:, 1:].unflatten(1, (3, 7)).split((3, 3, 1), dim=2)
         mean = images.mean((2, 3), dtype=torch.float32)
-        # A matrix product would take as many launches, and autocast would round its operands.
+        # Do not use a matrix product: it would not save launches, and autocast would round its operands.
         sums = torch.addcmul(third, of_mean, mean[:, None]).sum(2)[:, :, None, None]
-        # Allocate the output in the images' memory format, which a result broadcast from one channel would not have.
+        # Allocate y in the images' memory format: without out=, the first product below, which is broadcast from a
+        # single channel, would have another format.
         y = torch.empty_like(images, dtype=torch.float32)
         for channel in range(3):
             sums = torch.addcmul(sums, of_pixel[:, :, channel, None, None], images[:, channel : channel + 1], out=y)
@@ -153,12 +159,13 @@ class Augment(Normalize):
 class Distortions:
     """Combine brightness, contrast, saturation and lighting, in each image's random order, with the normalization.
 
-    Let G x = (w x, w x, w x) be the grey of a colour x, and m the image's mean colour. A pixel is a sum of three parts:
+    Let G x = (w x, w x, w x) be the grey of a colour x, where w x is its luma, and let m be the image's mean colour. A
+    pixel is a sum of three terms:
 
         x = G m + G (x - m) + (x - G x)
 
-    Brightness multiplies all three parts by b, contrast multiplies the last two by c, and saturation multiplies the
-    last by s. The order of these three steps does not matter. Lighting adds a colour l, that is, G l to the first part
+    Brightness multiplies all three terms by b, contrast multiplies the last two by c, and saturation multiplies the
+    last by s. The order of these three steps does not matter. Lighting adds a colour l, that is, G l to the first term
     and l - G l to the last. Only the factors of steps after lighting apply to l: b' is b, or 1 if brightness came
     before lighting; c' and s' are defined likewise. So the distorted pixel is
 
@@ -180,8 +187,9 @@ class Distortions:
         self.strength = strength
         eye, grey = torch.eye(3).double(), torch.tensor(GREY).double().expand(3, 3)
         components = torch.tensor(COLOUR_COMPONENTS).double()
-        # One map per coefficient of y in the class docstring: b, bc, bcs, then b' and b'c's' for each of the three
-        # noise components. A map has one row per output channel: the factors of x, the factors of m and the offset.
+        # `parts` has one 3 x 7 matrix for each coefficient of y in the class docstring: b, bc and bcs, then b' for each
+        # of the three noise components, then b'c's' for each of them. A matrix has one row per output channel, with
+        # three factors of x, three factors of m and the offset.
         parts = torch.zeros(9, 3, 7, dtype=torch.float64)
         parts[0, :, 3:6] = grey
         parts[1, :, :6] = torch.cat([grey, -grey], dim=1)
@@ -206,7 +214,7 @@ class Distortions:
         Returns:
             A float32 tensor of shape (n, 3, 3 + 3 + 1), for x and m from 0 to 255.
         """
-        # These tensors are small, so float64 is cheap. Autocast does not affect float64.
+        # Compute in float64, which autocast does not round. It is cheap, because these tensors are small.
         factors = 1 + self.strength.factor * (2 * uniform[:, :3].double() - 1)
         later = torch.where(uniform[:, 3:6] > uniform[:, 6:], factors, 1.0).cumprod(1)
         noise = self.strength.lighting * normal.double()

@@ -1,4 +1,4 @@
-"""Crop boxes in the original image's pixels; each crop is resized to the size of the network's input."""
+"""Choose crop boxes, in pixels of the original image."""
 
 from __future__ import annotations
 
@@ -52,7 +52,6 @@ def random_box(draws: Sequence[float], width: int, height: int, area: tuple[floa
         if 0 < w <= width and 0 < h <= height:
             left, top = int(x * (width - w + 1)), int(y * (height - h + 1))
             return Box(left, top, left + w, top + h)
-    # No attempt fits, so the image is probably very wide or tall.
     return _centred(min(width, round(height * wide)), min(height, round(width / narrow)), width, height)
 
 

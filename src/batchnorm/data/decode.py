@@ -69,7 +69,7 @@ def crop_image(image: Image | Tensor, choose: Choose, out: Tensor) -> None:
         return
     try:
         image = to_rgb(image)
-    except Exception as error:  # an image that was opened but not loaded may be damaged
+    except Exception as error:  # Pillow decodes the image only now, and the image may be damaged
         raise CorruptImageError(f"{type(error).__name__}: {error}") from error
     _resize(_pixels(image, choose(*image.size)), out)
 
@@ -79,14 +79,15 @@ def _pixels(image: Image, box: Box) -> Tensor:
 
 
 def _resize(pixels: Tensor, out: Tensor) -> None:
-    # This is F.interpolate(antialias=True) with an out= argument, because allocating the result is slow.
+    # This is the operator behind F.interpolate(antialias=True). Unlike F.interpolate, it can write into `out`, which is
+    # faster than allocating the result.
     torch.ops.aten._upsample_bilinear2d_aa.out(
         pixels.permute(2, 0, 1)[None], list(out.shape[:2]), False, out=out.permute(2, 0, 1)[None]
     )
 
 
 def _load(data: bytes, choose: Choose, size: int) -> tuple[Image, Box, tuple[int, int]]:
-    """Return the decoded (perhaps downscaled) image, the box in its pixels, and the original size."""
+    """Return the decoded, perhaps downscaled image, the crop's box in its pixels, and the original width and height."""
     image = require("PIL.Image", "train").open(io.BytesIO(data))
     width, height = image.size
     box = choose(width, height)
@@ -94,8 +95,8 @@ def _load(data: bytes, choose: Choose, size: int) -> tuple[Image, Box, tuple[int
     scale = next((s for s in JPEG_SCALES if s <= room), 1)
     drafted = image.draft(None, (width // scale, height // scale)) if scale > 1 else None
     if drafted is not None:
-        # Do not scale by the ratio of the decoded to the original size: the last pixels of the decoded image cover
-        # fewer pixels of the original image.
+        # Do not scale the box by the ratio of the decoded to the original size. The decoder rounds sizes up, so the
+        # last pixels of the decoded image cover fewer pixels of the original image.
         _, (_, _, right, bottom) = drafted
         box = box.scaled(right / width, bottom / height)
     return to_rgb(image), box, (width, height)

@@ -133,7 +133,7 @@ def crop_resize(images: Tensor, boxes: Tensor, size: int) -> Tensor:
 
 
 def _triangle_filter(start: Tensor, stop: Tensor, pixels: int, size: int) -> Tensor:
-    """Return each input pixel's weight in each output pixel, of shape (n, size, pixels); 0 outside the box."""
+    """Return each input pixel's weight in each output pixel, of shape (n, size, pixels); outside the box, it is 0."""
     scale = ((stop - start) / size)[:, None]
     centre = start[:, None] + scale * (torch.arange(size, device=start.device) + 0.5)
     pixel = torch.arange(pixels, device=start.device) + 0.5
@@ -160,7 +160,6 @@ def _to(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def _check_room(wanted: int, device: torch.device) -> None:
-    """Raise ValueError if ``device`` is a GPU with fewer than ``wanted`` bytes of free memory."""
     if device.type != "cuda":
         return
     free, _ = torch.cuda.mem_get_info(device)
@@ -184,7 +183,7 @@ def _state_of(source: ImageSource, data: Path, split: str) -> str:
 def _state_of_file(path: str) -> str:
     try:
         stat = os.stat(path)
-    except OSError:  # a broken link counts as a corrupt image
+    except OSError:  # for example, a broken symbolic link, which counts as a corrupt image
         return "absent"
     return f"{stat.st_size} {stat.st_mtime_ns}"
 
@@ -200,7 +199,7 @@ def _save(cache: DeviceCache, path: Path) -> None:
     try:
         require("safetensors.torch", "train").save_file(host, temporary, {"corrupt": corrupt})
         sync(temporary)
-        temporary.replace(path)  # atomic: the file is complete or absent
+        temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
 

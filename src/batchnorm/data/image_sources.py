@@ -1,4 +1,4 @@
-"""Read encoded images from image folders or, through an index, from tar shards; identify and check sets of images."""
+"""Open image folders and tar shards, read their encoded images, and check and identify data sets."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class FolderSource:
     root: Path
     classes: tuple[str, ...]
     labels: NDArray[np.int64]
-    # One array of bytes avoids copies: reference counting in forked workers would copy every page of a list of str.
+    # Do not use a list of str: counting references to its items would copy all its memory into every forked worker.
     paths: NDArray[np.bytes_]
 
     @classmethod
@@ -220,7 +220,7 @@ def check_complete(source: ImageSource, path: str | Path, split: str) -> None:
 
 
 def sample_examples(source: ImageSource, count: int) -> list[int]:
-    """Return at most ``count`` examples, evenly spaced."""
+    """Return the indices of at most ``count`` examples, evenly spaced."""
     return [int(i) for i in np.unique(np.linspace(0, len(source.labels) - 1, count).astype(int))]
 
 
@@ -231,16 +231,19 @@ def small_images_note(source: ImageSource, size: int) -> str | None:
         try:
             with require("PIL.Image", "train").open(BytesIO(source.read(example))) as image:
                 sides.append(min(image.size))
-        except Exception:  # training reports unreadable files later; Pillow raises many kinds of errors for them
+        except Exception:  # Pillow raises many kinds of errors for unreadable files, which training reports later
             continue
     usual = int(median(sides)) if sides else size
     if usual >= size:
         return None
-    return f"most images are smaller than {size} px and will be enlarged; use --size {usual} to avoid this"
+    return f"in a sample, most images are smaller than {size} px and will be enlarged; consider --size {usual}"
 
 
 def check_same_data(data: dict[str, dict[str, Any]]) -> None:
-    """Check that results come from the same images, given the data of each result as :func:`describe_data` returns it.
+    """Check that results come from the same images.
+
+    Args:
+        data: a mapping from each result's name to what :func:`describe_data` returned for its images.
 
     Raises:
         ValueError: if the data of two results differ; the message names both results.

@@ -100,12 +100,12 @@ def _validation_images(path: Path, class_of: dict[str, str]) -> Iterator[Entry]:
         for member in members(file, str(path)):
             stem = Path(member.name).stem
             if stem not in class_of:
-                raise ValueError(f"{path}:{member.name} is not listed in {VAL_BOXES} or {VAL_TABLE}")
+                table = VAL_TABLE if (path.parent / VAL_TABLE).exists() else VAL_BOXES
+                raise ValueError(f"{path}:{member.name} is not listed in {path.with_name(table)}")
             yield class_of[stem], member.name, member.offset_data, member.size
 
 
 def _validation_classes(folder: Path) -> Iterator[tuple[str, str]]:
-    """Return the name and the class of each validation image."""
     if (folder / VAL_TABLE).exists():
         return _from_table(folder / VAL_TABLE)
     if (folder / VAL_BOXES).exists():

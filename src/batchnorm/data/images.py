@@ -19,11 +19,11 @@ from .order import Order, Shuffle
 
 
 class TooManyCorruptError(ValueError):
-    """Raised if too many files cannot be read."""
+    """Raised if too many files cannot be read, in total or in one training batch."""
 
 
 class ImageBatches:
-    """Yield the batches of any epoch, from any step on; made by :func:`open_images`.
+    """Batches of images that can be read starting at any step of any epoch; made by :func:`open_images`.
 
     Beyond the paper: the input pipeline.
     """

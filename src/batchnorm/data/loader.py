@@ -23,7 +23,7 @@ from .image_sources import ImageSource
 from .random_numbers import seed_at, uniforms
 
 # The default number of workers: four, but at most one per core that this process may use, because torch warns about
-# more.
+# more workers than cores.
 WORKERS = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
@@ -52,12 +52,13 @@ class Decoded(NamedTuple):
     corrupt: list[CorruptFile]
 
 
-# A Crop returns one function per example of a request; the function turns the image's width and height into the box.
+# A Crop returns one function per example of a request. The function takes the image's width and height and returns the
+# box of the crop.
 Crop = Callable[[Request], Sequence[Choose]]
 
 
 def random_crops(request: Request, *, seed: int, area: tuple[float, float] = CROP_AREA) -> Sequence[Choose]:
-    """Choose random rectangles that depend only on the seed, the epoch and the example."""
+    """Choose a random rectangle for each image; the random numbers depend only on the seed, the epoch and the image."""
     draws = uniforms(seed_at(seed, request.epoch, 0), request.examples, DRAWS).tolist()
     return [partial(random_box, row, area=area) for row in draws]
 
@@ -143,7 +144,7 @@ class Prefetcher:
         return DataLoader(
             self.reader,
             batch_size=None,
-            sampler=cast("Iterable[int]", self._requests),  # torch's types expect an index, not a request
+            sampler=cast("Iterable[int]", self._requests),
             num_workers=self.workers,
             persistent_workers=True,
             pin_memory=self.device.type == "cuda",
@@ -156,9 +157,9 @@ class Prefetcher:
 
 @contextmanager
 def _signals_blocked() -> Iterator[None]:
-    """Block Ctrl-C and SIGTERM while workers start; the workers inherit the block.
+    """Block Ctrl-C and SIGTERM while workers start.
 
-    So no signal reaches a worker before it has set up its own signal handling.
+    The workers inherit the block, so no signal reaches a worker before it has set up its own signal handling.
     """
     if not hasattr(signal, "pthread_sigmask"):
         yield
@@ -185,7 +186,7 @@ def _obey_only_the_parent(worker: int) -> None:
 def _exit_with_the_parent(parent: int) -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
         pass
-    os._exit(0)  # torch's own handler does the same
+    os._exit(0)
 
 
 def _copy_ahead(answers: Iterator[Decoded], device: torch.device) -> Iterator[Decoded]:

@@ -20,13 +20,14 @@ Shuffle = Literal["fixed", "epoch"]
 class Order:
     """Divide each epoch into steps: every example is used once, and the ranks share each step.
 
-    A step has ``batch_size`` examples over all ranks together, so a position (epoch, step) means the same examples on
-    any number of ranks. Each rank takes one consecutive part of the step; the sizes of the parts differ by at most one.
+    A step has ``batch_size`` examples over all ranks together, so an epoch and a step identify the same examples on any
+    number of ranks. Each rank takes consecutive examples of the step, and the ranks' numbers of examples differ by at
+    most one.
 
     If the number of examples is not a multiple of the batch size, the last step is smaller. In training, a rank needs
     at least two examples to normalize, so the last two steps share their examples evenly if the last step would be less
-    than half full. In evaluation, the examples are not moved between steps, and a rank's part of the last step may be
-    empty.
+    than half full. In evaluation, the examples are not moved between steps, and a rank may get no examples in the last
+    step.
 
     Args:
         shard_sizes: the number of examples in each shard.

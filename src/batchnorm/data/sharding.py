@@ -25,7 +25,7 @@ from .random_numbers import permutation, seed_at
 from .tar_shards import CLASSES_FILE, TarSource, classes_text
 
 AHEAD = 256  # number of images that are read and shrunk at a time
-QUALITY = 95  # JPEG quality, so high that a second encoding is not visible
+QUALITY = 95  # JPEG quality, high enough that encoding an image a second time causes no visible loss
 
 
 class ShardedSplit(NamedTuple):
@@ -123,8 +123,8 @@ def _write_shard(path: Path, source: ImageSource, examples: NDArray[np.int64], s
             for example, (content, suffix) in zip(
                 examples.tolist(), _contents(source, examples, short_side), strict=True
             ):
-                # The key is unique and has no dot. It includes the stem of the original file name, so that messages can
-                # name the image.
+                # The key must be unique, and must not contain a dot, because WebDataset's keys end at the first dot. It
+                # includes the stem of the original file name, so that messages can name the image.
                 key = f"{example:08d}-{Path(source.name(example)).stem.replace('.', '_')}"
                 _add(tar, f"{key}{suffix}", content)
                 _add(tar, f"{key}.cls", str(source.labels[example]).encode())
@@ -141,7 +141,7 @@ def _contents(source: ImageSource, examples: NDArray[np.int64], short_side: int 
     if short_side is None:
         yield from map(read, examples.tolist())
         return
-    with ThreadPoolExecutor(os.cpu_count()) as pool:  # Pillow releases the GIL
+    with ThreadPoolExecutor(os.cpu_count()) as pool:  # threads run in parallel, because Pillow releases the GIL
         for start in range(0, len(examples), AHEAD):
             files = [read(example) for example in examples[start : start + AHEAD].tolist()]
             yield from pool.map(lambda file: shrink(file[0], file[1], short_side), files)

@@ -34,14 +34,14 @@ def members(file: IO[bytes], name: str, start: int = 0, length: int | None = Non
             for member in tar:
                 # A tar header can hold a negative size, which would make tarfile seek backwards forever.
                 if not 0 <= member.size <= stop - member.offset_data:
-                    raise ValueError(f"member {member.name!r:.80} extends past the end of the file")
+                    raise ValueError(f"the size of member {member.name!r:.80} does not fit into the file")
                 if member.issparse():
                     raise ValueError(f"member {member.name!r:.80} is a sparse file")
                 if member.isreg():
                     yield member
             end = tar.offset
         _check_end(file, end, stop)
-    # For some damaged headers tarfile raises errors other than TarError.
+    # For some damaged headers, tarfile raises errors other than TarError.
     except (tarfile.TarError, ValueError, OverflowError, RecursionError, EOFError) as error:
         raise ValueError(f"{name} is not a complete, uncompressed tar file ({error}): copy or pack it again") from error
 

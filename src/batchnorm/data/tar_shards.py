@@ -19,10 +19,10 @@ from .decode import IMAGE_SUFFIXES
 from .tar import members, read_at
 
 CLASSES_FILE = "classes.txt"
-# Limits on what a damaged file can make us allocate: one wrong label must not create a billion classes.
+# These limits bound the memory that a damaged file can use: one wrong label must not create a billion classes.
 MAX_CLASSES = 1_000_000
 MAX_LABEL = 64  # bytes read from a .cls file
-MAX_NAME = 256  # bytes of a member's name that are kept for messages
+MAX_NAME = 256  # bytes of a member's name that are stored for messages
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,8 @@ class ShardImage(NamedTuple):
 class ShardIndex:
     """The name and state of each shard, and the shard, name, position and label of each image.
 
-    Names are bytes in arrays, because lists of str would be copied into every worker, page by page.
+    Names are bytes in arrays, because counting references to the items of a list of str would copy the list's memory
+    into every forked worker.
     """
 
     shards: NDArray[np.bytes_]
@@ -135,7 +136,7 @@ class ShardIndex:
                     " that shard again, or delete the index to train without that shard"
                 )
         index = cls._scan(names, states, shards)
-        # Saving the index is optional, and the disk may be full or read-only.
+        # The index only saves time, so a full or read-only disk is not an error.
         with contextlib.suppress(OSError):
             index._save(path)
         return index
@@ -165,7 +166,7 @@ class ShardIndex:
             return False
         if not n:
             return True
-        # Examples are numbered consecutively, shard by shard.
+        # Examples are numbered shard by shard, so shard_of never decreases.
         if self.shard_of.min() < 0 or self.shard_of.max() >= count or (np.diff(self.shard_of) < 0).any():
             return False
         (offset, length), size = self.spans.T, self.states[self.shard_of, 0]

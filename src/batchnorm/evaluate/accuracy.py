@@ -108,7 +108,7 @@ class Score(NamedTuple):
     log_loss: float
     """-1/n sum log p(label)"""
     calibration_error: float
-    """the mean gap between confidence and accuracy"""
+    """the mean gap between confidence and accuracy; see :func:`score`"""
 
     def __str__(self) -> str:
         return (
@@ -157,8 +157,8 @@ def _read(sums: Tensor, name: str) -> Score:
         raise ValueError(f"there are no examples to score {name} on: every file was unreadable or the split is empty")
     if broken:
         raise ValueError(
-            f"{name} gives NaN or infinite probabilities for {broken:.0f} of {n:.0f} images: it has diverged, so leave"
-            " it out or go back to an earlier checkpoint"
+            f"{name} gives NaN or infinite probabilities for {broken:.0f} of {n:.0f} images, perhaps because its"
+            " training diverged: leave this network out, or use an earlier checkpoint"
         )
     _, right, confidence = sums[5:].unflatten(0, (BINS, 3)).unbind(1)
     gap = (right - confidence).abs().sum().item() / n

@@ -1,11 +1,11 @@
-"""The crops of each image in evaluation: scales, squares, corners and mirror images, as exact boxes."""
+"""Choose the boxes of the crops that are cut from each image in evaluation."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-# GoogLeNet's short sides for crops of 224 px ("Going deeper with convolutions", Sec. 7); scaled for other crop sizes.
+# GoogLeNet resizes an image to these short sides for crops of 224 px ("Going deeper with convolutions", Sec. 7).
 SCALES = (256, 288, 320, 352)
 CROP = 224
 

@@ -100,7 +100,7 @@ class Ensemble:
         elif self._sum.shape != probabilities.shape or not torch.equal(self._labels, labels):
             first, (images, classes) = self.members[0].name, self._sum.shape
             found = f"{len(labels):,} images and {probabilities.shape[1]} classes, not {images:,} and {classes}"
-            why = "the labels differ" if self._sum.shape == probabilities.shape else f"it has {found}"
+            why = "the labels differ" if self._sum.shape == probabilities.shape else f"{name} has {found}"
             raise ValueError(f"{name} was not evaluated on the same images as {first}: {why}")
         alone = score(probabilities, labels, name)
         self._sum += probabilities
@@ -159,8 +159,8 @@ def evaluate_networks(
         batch_size: crops per forward pass, approximately.
 
     Raises:
-        ValueError: if there are no networks, or if a network does not fit the data or has diverged; the message names
-            the network.
+        ValueError: if there are no networks or no images, or if a network does not fit the data or gives NaN or
+            infinite probabilities.
 
     Paper: Sec. 4.2.3; Fig. 4
     """
@@ -168,7 +168,7 @@ def evaluate_networks(
         raise ValueError("there are no networks to evaluate: pass at least one")
     ensemble = Ensemble()
     for name, load in networks.items():
-        # No variable refers to the network, so it is freed before the next network is loaded.
+        # Do not assign the network to a variable: it must be freed before the next network is loaded.
         found = predict(load(), batches, batch_size=batch_size, name=name)
         ensemble.add(name, found.probabilities, found.labels)
     return ensemble.report(batches.crops.count, found)

@@ -63,15 +63,14 @@ class MeanProbabilities(nn.Module):
     def forward(self, squares: Squares) -> Tensor:
         """Return one row of probabilities for each image of the step."""
         device = self.normalize.shift.device
-        # The host does not wait for the device here, so it can load the next step's squares while the device computes.
         levels = [self._level(pixels.to(device, non_blocking=True).movedim(-1, 1)) for pixels in squares.pixels]
         rows = squares.rows.to(device, non_blocking=True)
         return torch.stack(levels).mean(0)[rows].mean(1)
 
     def _level(self, squares: Tensor) -> Tensor:
-        """Return each square's mean probabilities over its crops."""
+        """Return, for squares of one scale, each square's mean probabilities over its crops."""
         views = cut_views(squares, self.crops).flatten(0, 1)
-        # Use parts of nearly equal size: a small last part would not keep the device busy.
+        # Use batches of nearly equal size, because a small last batch would not keep the device busy.
         parts = max(1, round(len(views) / self.batch_size))
         probabilities = torch.cat([self.probabilities(part) for part in views.tensor_split(parts)])
         return probabilities.view(self.crops.per_square, -1, probabilities.shape[1]).mean(0)
@@ -112,7 +111,8 @@ def predict(net: nn.Module, batches: SquareBatches, *, batch_size: int = 256, na
         name: the network's name in messages.
 
     Raises:
-        ValueError: if the network does not take images of the crops' size, or the data has another number of classes.
+        ValueError: if the network raises an error for images of the crops' size, or if its number of scores differs
+            from the data's number of classes.
 
     Paper: Sec. 4.2.3, "multicrop inference"
     """
@@ -139,7 +139,7 @@ def predict(net: nn.Module, batches: SquareBatches, *, batch_size: int = 256, na
 
 
 def check_fits(mean: MeanProbabilities, classes: int, name: str) -> None:
-    """Try the network on one black image, on every rank, so that all ranks stop if the network does not fit.
+    """Try the network on a black image, on every rank, so that all ranks stop if the network does not fit the data.
 
     Raises:
         ValueError: for the same reasons as :func:`predict`.
@@ -147,14 +147,17 @@ def check_fits(mean: MeanProbabilities, classes: int, name: str) -> None:
     size = mean.crops.size
     try:
         found = mean.probabilities(torch.zeros(1, 3, size, size, dtype=torch.uint8, device=mean.normalize.shift.device))
+    except torch.OutOfMemoryError:
+        raise
     except (RuntimeError, ValueError, TypeError) as error:
         raise ValueError(
-            f"{name} does not take images of 3x{size}x{size} ({error}): evaluate it at the size it was trained for"
+            f"{name} raises an error for images of 3x{size}x{size} ({error}): evaluate the network at the size it was"
+            " trained for"
         ) from error
     if found.shape != (1, classes):
         raise ValueError(
             f"{name} gives {' x '.join(map(str, found.shape[1:]))} scores per image, but the data has {classes}"
-            " classes: evaluate it on the data it was trained on"
+            " classes: evaluate the network on the data it was trained on"
         )
 
 

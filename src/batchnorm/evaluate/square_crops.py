@@ -24,7 +24,7 @@ from ..data.order import Order
 from ..optional_packages import require
 from .crops import Crops, resized, square_boxes
 
-# Beyond this aspect ratio, an image's three squares do not overlap, and part of the image is in none of them.
+# The largest aspect ratio at which an image's three squares cover the whole image.
 LONG = 3
 
 
@@ -91,7 +91,7 @@ class SquareReader(Dataset[Squares]):
 
 
 class SquareBatches:
-    """Yield this rank's images of a split, each once per pass, as squares; made by :func:`open_squares`."""
+    """Batches of squares from this rank's images of a split, each image once per pass; made by :func:`open_squares`."""
 
     def __init__(self, source: ImageSource, crops: Crops, order: Order, workers: int, device: torch.device) -> None:
         self.source, self.crops, self.order, self.device = source, crops, order, device
@@ -102,12 +102,11 @@ class SquareBatches:
         self._loader = DataLoader(
             SquareReader(source, crops),
             batch_size=None,
-            # The type annotation of ``sampler`` expects integers, not arrays of examples.
             sampler=cast("list[int]", steps),
             num_workers=workers,
             persistent_workers=workers > 0,
             pin_memory=device.type == "cuda",
-            generator=torch.Generator(),  # evaluation must not use torch's global generator
+            generator=torch.Generator(),  # otherwise the loader would draw from torch's global generator
         )
 
     @property
@@ -171,8 +170,7 @@ def decode(data: bytes) -> Tensor:
     """
     try:
         return torch.from_numpy(np.array(to_rgb(require("PIL.Image", "train").open(io.BytesIO(data)))))
-    # Pillow raises many kinds of errors for a broken file.
-    except Exception as error:
+    except Exception as error:  # Pillow raises many kinds of errors for a broken file
         raise CorruptImageError(f"{type(error).__name__}: {error}") from error
 
 
@@ -187,7 +185,8 @@ def cut_squares(image: Tensor, crops: Crops) -> list[Tensor]:
     height, width = image.shape[:2]
     squares = 1 if width == height else crops.squares
     if max(width, height) > LONG * min(width, height):
-        # Unlike GoogLeNet's protocol, cut first and then resize: enlarging a very long image could exhaust memory.
+        # GoogLeNet's protocol resizes the image and then cuts out the squares. Do it the other way around, because
+        # enlarging a very long image could exhaust memory.
         parts = [image[t:b, left:r] for left, t, r, b in square_boxes(width, height, squares)]
         return [torch.stack([_resize(part, scale, scale) for part in parts]) for scale in crops.scales]
     levels = []
@@ -199,6 +198,6 @@ def cut_squares(image: Tensor, crops: Crops) -> list[Tensor]:
 
 
 def _resize(image: Tensor, width: int, height: int) -> Tensor:
-    """Resize with the same antialiased bilinear filter as in training."""
+    """Resize with torch's antialiased bilinear filter, as the crops in training are resized."""
     planes = image.permute(2, 0, 1)[None]
     return F.interpolate(planes, (height, width), mode="bilinear", antialias=True)[0].permute(1, 2, 0)

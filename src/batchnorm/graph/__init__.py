@@ -1,4 +1,4 @@
-"""Record the data flow in a network's forward pass, and rewrite forwards to use fused calls."""
+"""Record the data flow of a network's forward pass, and rewrite ``forward`` methods to make fused calls."""
 
 from .calls import Graph, TracedCall, Value
 from .trace import trace, trace_modes

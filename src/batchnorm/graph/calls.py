@@ -1,4 +1,4 @@
-"""The calls of a forward pass and the values between them."""
+"""Represent a traced forward pass: its calls, and the values that they read and return."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from torch import Tensor, nn
 
 @dataclass(eq=False)
 class Value:
-    """The contents of one tensor until the next in-place write."""
+    """The contents of a tensor; an in-place write to the tensor starts a new Value."""
 
     shape: tuple[int, ...]
     producer: TracedCall | None = None
     consumers: list[TracedCall] = field(default_factory=list)
     handed_on: list[TracedCall] = field(default_factory=list)
-    """The calls that returned the tensor unchanged, as Dropout does in evaluation; they are not consumers."""
+    """The calls that returned the tensor itself, as Dropout does in evaluation mode. They are not in ``consumers``."""
     escapes: bool = False
-    """Whether code other than the recorded calls can read the value: as an output, in a hook or through a reference."""
+    """Whether code outside the recorded calls can read the value: it is in the network's output, a hook received it, or
+    something still refers to its tensor after the forward pass."""
 
     @property
     def sole_consumer(self) -> TracedCall | None:
-        """The only call that reads the value, or None if several calls or none read it, or if the value escapes."""
+        """The only reader of the value, or None if it has no reader or several readers, or if it escapes."""
         return self.consumers[0] if len(self.consumers) == 1 and not self.escapes else None
 
 
@@ -32,9 +33,9 @@ class Value:
 class TracedCall:
     """One call of a module or function; a module that is called twice has two TracedCalls.
 
-    ``path`` names the module or, for a function, the module whose code calls it. ``target`` is the called function or,
-    in the copy of the network that was traced, the called module. In ``args`` and ``kwargs``, each tensor is replaced
-    with its Value.
+    ``path`` is the path of the called module or, for a function, of the module whose code calls the function.
+    ``target`` is the called function, or the called module in the traced copy of the network. In ``args`` and
+    ``kwargs``, each tensor is replaced with its Value.
     """
 
     name: str
@@ -45,7 +46,7 @@ class TracedCall:
     module: nn.Module | None = None
     """The called module in the user's own network, not in the copy; None for a function."""
     caller: str | None = None
-    """The path of the module whose forward made the call; None if code outside of modules made it."""
+    """The path of the module whose forward made the call; None if code outside of all modules made the call."""
     inputs: list[Value] = field(default_factory=list)
     outputs: list[Value] = field(default_factory=list)
     writes: bool = False
@@ -91,7 +92,7 @@ class Graph:
         return self._by_module.get(module, [])
 
     def has_extra_inputs(self, module: nn.Module) -> bool:
-        """Return whether a module is called with more than one tensor, for example BN with a residual or a mask."""
+        """Return whether any call of a module takes more than one tensor, as BN with a residual or a mask does."""
         return any(len(call.inputs) > 1 for call in self.calls_of(module))
 
     def functions(self, *names: str) -> list[TracedCall]:
@@ -101,13 +102,13 @@ class Graph:
     def readers_of(self, parameter: Tensor) -> list[TracedCall]:
         """Return the recorded calls that take the given parameter or buffer as an argument.
 
-        What a leaf module, such as a Linear, does with its own parameters is not recorded.
+        A leaf module's own use of its parameters, such as a Linear's use of its weight, is not recorded.
         """
         value = self._values.get(id(parameter))
         return value.consumers if value is not None else []
 
     def follows_input(self, value: Value) -> bool:
-        """Return whether a value depends on the input, or on a stored tensor that is not a parameter or buffer."""
+        """Return whether a value depends on the input, or on a stored tensor other than parameters and buffers."""
         held = set(self._values.values())
         waiting, seen = [value], set[Value]()
         while waiting:

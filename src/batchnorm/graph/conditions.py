@@ -1,8 +1,8 @@
 """Write, as Python expressions, the conditions under which a rewritten forward is valid.
 
-A traced graph is valid only while everything that decided the traced path is unchanged: the arguments that are not
-tensors, the answers to questions about shapes, attributes, classes of children, and hooks. If a condition fails, the
-code of that graph does not run.
+A traced graph contains only the path that the code took during the trace. The graph is valid only while everything that
+decided this path is unchanged: attributes, hooks, the classes of children, the arguments that are not tensors, and the
+results of checks such as ``x.dim() == 3``. If a condition fails, the rewritten forward does not run that graph.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ IsNorm = Callable[[nn.Module], bool]
 
 
 class ConditionBuilder:
-    """Collect the conditions of a variant (a traced path through a forward) and the names that its code uses."""
+    """Collect the conditions of a variant (a traced path through a forward) and the names that its code uses.
+
+    ``twin`` is the copy of ``module`` that was traced.
+    """
 
     def __init__(self, module: nn.Module, twin: nn.Module, traced: Traced) -> None:
         self.module, self.twin, self.traced = module, twin, traced
@@ -36,11 +39,12 @@ class ConditionBuilder:
         self.scope: dict[str, tuple[Any, ...]] = {}
 
     def expect_arguments(self, patterns: dict[str, Any]) -> None:
-        """Expect tensors where the example has tensors, equal values elsewhere, and the same answers about shapes.
+        """Expect tensors where the example has tensors, equal values elsewhere, and equal results of checks.
 
-        In the trace, each argument is a separate object, but code can compare arguments with ``is``. So two arguments
-        must not be the same tensor, unless they are the same tensor in the example. If they are, the graph is checked
-        by comparing its outputs with those of the original network.
+        The code may compare two tensors with ``is``. In the trace, the result is False, because each argument is a
+        separate object there. So arguments that are different tensors in the example must be different tensors in each
+        call. Arguments that are the same tensor in the example need no condition: if the wrong result of ``is`` changes
+        the outputs, ``convert`` detects this when it compares the new network with the original on the example.
         """
         tensors: dict[str, Tensor] = {}
         for name, pattern in patterns.items():
@@ -69,11 +73,11 @@ class ConditionBuilder:
     def expect_reads(self) -> None:
         """Expect that the attributes that the code read are unchanged.
 
-        Children that were traced into, or whose output's type was checked, must also keep their classes and have no
-        hooks.
+        Children that were traced into, and children whose output's type the code checked, must also keep their classes
+        and have no hooks.
         """
         for path, name in self.traced.reads:
-            # Read the twin, the copy that was traced: the module itself may be in another mode by now.
+            # Read the values from the traced copy, because the module itself may be in another mode.
             owner = self.twin.get_submodule(path)
             try:
                 self._expect_read(owner, path, name)
@@ -92,7 +96,7 @@ class ConditionBuilder:
                     self._expect_unchanged(str(node.target))
 
     def expect_shared(self) -> None:
-        """Expect that names of the same module or tensor still refer to one object; the graph uses one of them."""
+        """Expect that attributes that share a module or tensor still do, because the graph reads only one of them."""
         names: dict[int, dict[str, None]] = {}
         for path, name in self._places():
             owner = self.module.get_submodule(path)
@@ -104,7 +108,7 @@ class ConditionBuilder:
                 self._expect(f"{first} is {text}")
 
     def _places(self) -> Iterator[tuple[str, str]]:
-        """For everything that the traced code reads or the graph refers to, yield the owner's path and the name."""
+        """Yield the owner's path and the name of each attribute that the traced code read or that the graph uses."""
         for path, name in self.traced.reads:
             names = [*self.module.get_submodule(path)._modules] if name == "_modules" else [name]
             yield from ((path, n) for n in names)
@@ -117,10 +121,11 @@ class ConditionBuilder:
         text = _spell(path)
         if name == "_modules":
             self._expect(f"[*{text}._modules] == {list(owner._modules)!r}")
-            if path or not runs_in_order(self.module):  # Sequential.forward does not check classes
+            # The code that lists the children may check their classes, but torch's own Sequential.forward does not.
+            if path or not runs_in_order(self.module):
                 for child in owner._modules:
                     self._expect_instance(path, child)
-        elif name == "__class__":  # isinstance() reads __class__ if the type does not match
+        elif name == "__class__":  # isinstance(x, kind) reads x.__class__ if type(x) does not match
             self._expect_same_class(path)
         elif name.startswith("__") and name.endswith("__"):
             return
@@ -167,7 +172,7 @@ class ConditionBuilder:
                 self._expect(f"_is_quiet({_spell(str(node.target))})")
 
     def _expect_instance(self, path: str, name: str) -> None:
-        """Expect that a child is still an instance of its class, because the code may check its class."""
+        """Expect that a child is still an instance of its present class, because the code may check this class."""
         child = self.module.get_submodule(path)._modules[name]
         if child is not None:
             self._expect(f"_isinstance({_spell(_join(path, name))}, {self._name(type(child))})")
@@ -176,7 +181,8 @@ class ConditionBuilder:
         """Expect that a module and, in a Sequential, its children keep their class and ``inplace`` setting."""
         module = self.module.get_submodule(path)
         text, kind = _spell(path), self._name(type(module))
-        # Compare the class itself first: torch.compile's guards on original_kind are slow.
+        # Compare the class itself first. If it matches, `original_kind` is not called; torch.compile would add slow
+        # guards for that call.
         self._expect(f"(_type({text}) is {kind} or _original_kind({text}) is {kind})")
         self._expect_in_place(path)
         if runs_in_order(module):
@@ -237,7 +243,8 @@ def _spell_member(owner: nn.Module, path: str, name: str) -> str:
         if name in vars(owner)[held]:
             return f"{_spell(path)}.{held}[{name!r}]"
     # Avoid __dict__ if possible, because reading it would slow down torch.compile's guards on the module. A name that
-    # is not ASCII needs __dict__: Python normalizes such identifiers in code, so they may name another attribute.
+    # is not ASCII needs __dict__, because Python normalizes identifiers in code: `module.name` might read an attribute
+    # with another name.
     plain = name.isidentifier() and name.isascii() and not iskeyword(name)
     plain = plain and not isinstance(getattr_static(type(owner), name, None), property)
     return f"{_spell(path)}.{name}" if plain else f"{_spell(path)}.__dict__[{name!r}]"

@@ -1,7 +1,7 @@
 """Generate subclasses of a module's class whose forward runs a traced graph.
 
 Only the module's class changes; its attributes, state-dict keys and hooks stay the same. In each call, the new forward
-first checks the conditions of its traced graphs, and calls the original forward if no graph is valid.
+runs the first traced graph whose conditions hold or, if there is no such graph, the original forward.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from .kinds import is_quiet, is_watched
 from .patterns import Fusion
 from .questions import stand_in
 
-LARGEST = 64  # lists, tuples, sets and dicts with more entries raise Unwatchable
+LARGEST = 64  # the maximum length of a list, tuple, set or dict that a condition can compare
 
 
 @dataclass(frozen=True)
 class Variant:
     """One traced path through a forward: the conditions under which it applies, and its code.
 
-    ``scope`` maps the names that the code uses to ("import", module, name) or ("value", value).
+    ``arguments`` are the expressions of the tensors that the code takes, such as ``xs[0]``. ``scope`` pairs each name
+    that the code uses with ("import", module, name) or ("value", value).
     """
 
     conditions: tuple[str, ...]
@@ -53,14 +54,14 @@ CONDITIONS = ("not _is_watched()", "_original.forward is _written")
 
 
 def generated_class(kind: type[nn.Module], variants: tuple[Variant, ...]) -> type[nn.Module]:
-    """Return a subclass of ``kind`` that runs the first variant whose conditions hold, else the original forward."""
+    """Return a subclass of ``kind`` that runs the first valid variant or, if none is valid, the original forward."""
     known = _classes.get((kind, variants))
     if known is not None:
         return known
     given = _Signature(kind.forward)
     named: tuple[Any, ...] = (Tensor, is_quiet, is_same, is_watched, original_kind)
     named += (isinstance, type, len, int, float, list, tuple, dict, slice, hasattr, operator, math, torch)
-    # Prefix all names, even of builtins, with an underscore, because the forward may have a parameter named ``type``.
+    # Prefix all names with an underscore, even those of builtins: a parameter of the forward may be named `type`.
     scope: dict[str, Any] = {f"_{thing.__name__}": thing for thing in named}
     scope |= {"_original": kind, "_written": kind.forward, **given.defaults}
     lines = [f"def forward{given.declared}:"]
@@ -87,7 +88,6 @@ def generated_class(kind: type[nn.Module], variants: tuple[Variant, ...]) -> typ
         return reduced
 
     def extra_repr(self: nn.Module) -> str:
-        """Return the original class's ``extra_repr``, followed by what is fused."""
         paths = [path for path, _ in self.named_modules(remove_duplicate=False)]
         fusions = dict.fromkeys(f for variant in variants for f in variant.fusions if f.path in paths)
         fused = [_describe(fusion) for fusion in sorted(fusions, key=lambda f: paths.index(f.path))]
@@ -113,7 +113,7 @@ def _describe(fusion: Fusion) -> str:
 
 @contextmanager
 def recording_variants(net: nn.Module) -> Iterator[dict[nn.Module, bool]]:
-    """Yield a dict that records, for each rewritten module called in the block, whether any call runs a variant."""
+    """Yield a dict with, for each rewritten module called in the block, whether any of its calls ran a variant."""
     ran: dict[nn.Module, bool] = {}
     forwards = {type(m): type(m).forward for m in net.modules() if is_rewritten(m)}
 
@@ -155,7 +155,7 @@ def is_same(value: Any, frozen: Any) -> bool:
 
 
 class _Name(str):
-    """A name that replaces a default value in the text of a signature."""
+    """A string without quotes in its repr, so that a signature shows it as a name in place of a default value."""
 
     __repr__ = str.__str__
 
@@ -189,7 +189,10 @@ def _compiled(source: str, scope: dict[str, Any], kind: type) -> dict[str, Any]:
 
 
 class _Pickled:
-    """Variants and a digest of their original code; pickling drops all variants if one of them cannot be pickled."""
+    """Variants, with a digest of the code that they were traced from.
+
+    If one variant cannot be pickled, pickling drops all of them.
+    """
 
     def __init__(self, variants: tuple[Variant, ...], written: str) -> None:
         self.variants, self.written = variants, written
@@ -206,7 +209,7 @@ class _Pickled:
 
 
 def _new(kind: type[nn.Module], pickled: _Pickled, *args: Any) -> nn.Module:
-    # Use the original class if the code has changed since pickling, or if an object that the variants use is missing.
+    # Use the original class if its code has changed since pickling, or if an object in a scope cannot be imported.
     with suppress(ImportError, AttributeError):
         if pickled.variants and pickled.written == _digest(kind, pickled.variants):
             kind = generated_class(kind, pickled.variants)
@@ -214,7 +217,7 @@ def _new(kind: type[nn.Module], pickled: _Pickled, *args: Any) -> nn.Module:
 
 
 def _digest(kind: type[nn.Module], variants: tuple[Variant, ...]) -> str:
-    """Return a digest of the code that the variants were traced from."""
+    """Return a digest of the methods of ``kind`` and of the classes in the variants' scopes, except torch's methods."""
     things = [kind, *(t for variant in variants for t in scope_of(variant.scope).values() if isinstance(t, type))]
     methods = [f for t in things for k in t.__mro__ for f in vars(k).values() if not k.__module__.startswith("torch.")]
     texts = sorted(_text_of(f.__code__) for f in methods if isinstance(f, FunctionType))
@@ -254,12 +257,14 @@ class Unwatchable(Exception):
 def pattern_of(value: Any, seen: dict[int, Tensor]) -> Any:
     """Return the pattern of an argument: a stand-in for each tensor, and the value of everything else.
 
+    A stand-in has the tensor's shape, dtype and device, but not its contents.
+
     Args:
         value: the argument.
         seen: the stand-in of each tensor found so far, by the tensor's ``id``; new stand-ins are added.
 
     Raises:
-        Unwatchable: for a nested tensor, a large container, or a value of an unsupported type.
+        Unwatchable: for a nested tensor, a container with more than LARGEST entries, or an unsupported type.
 
     >>> kind, x, rest = pattern_of([torch.zeros(2, 3), None], {})
     >>> kind, x.shape, rest
@@ -268,7 +273,7 @@ def pattern_of(value: Any, seen: dict[int, Tensor]) -> Any:
     if isinstance(value, Tensor):
         try:
             return seen.setdefault(id(value), stand_in(value))
-        except RuntimeError:  # a nested tensor has no regular shape
+        except RuntimeError:  # raised for a nested tensor
             raise Unwatchable(f"a {type(value).__name__} without a regular shape") from None
     if type(value) in (list, tuple) and len(value) <= LARGEST:
         return (type(value), *(pattern_of(v, seen) for v in value))
@@ -283,7 +288,7 @@ def freeze(value: Any) -> Any:
     """Return a hashable representation of a value, to check later whether the value has changed.
 
     Raises:
-        Unwatchable: for NaN, a large container, or a value of an unsupported type.
+        Unwatchable: for NaN, a container with more than LARGEST entries, or an unsupported type.
     """
     if value is None or isinstance(value, bool | int | float | complex | str | bytes | Enum):
         if value != value:

@@ -18,9 +18,11 @@ Affine = nn.Linear | Convolution | Transposed
 
 # The in-place operators, such as operator.iadd for x += y.
 IN_PLACE = frozenset(
-    getattr(operator, name) for name in dir(operator) if name[:1] == "i" and hasattr(operator, name[1:])
+    getattr(operator, name)
+    for name in dir(operator)
+    if name[:1] == "i" and (hasattr(operator, name[1:]) or hasattr(operator, f"{name[1:]}_"))
 )
-# Names as returned by plain_name(), which maps the names of both F.leaky_relu and nn.LeakyReLU to "leakyrelu".
+# Nonlinearities, by their plain_name(): "leakyrelu" stands for F.leaky_relu and for nn.LeakyReLU.
 NONLINEAR = frozenset(
     """relu relu6 leakyrelu prelu rrelu elu selu celu gelu silu mish sigmoid tanh hardtanh hardsigmoid hardswish
     softplus softsign logsigmoid threshold tanhshrink softshrink hardshrink clamp clampmin clip sin""".split()  # noqa: SIM905
@@ -53,7 +55,7 @@ def base_type(module: nn.Module) -> type[nn.Module]:
 
 
 def keeps_torch_forward(module: nn.Module) -> bool:
-    """Return whether the module runs a forward of ``torch.nn`` that is not overridden or patched."""
+    """Return whether the module runs ``torch.nn``'s own forward, not an overridden, patched, scripted or traced one."""
     if "forward" in vars(module) or "_conv_forward" in vars(module):
         return False
     if isinstance(module, torch.jit.ScriptModule | fx.GraphModule):
@@ -77,7 +79,7 @@ def is_affine(module: nn.Module | None) -> bool:
 
 
 def is_in_place(module: nn.Module) -> bool:
-    """Return whether a ``torch.nn`` module writes into its input and returns that tensor."""
+    """Return whether a ``torch.nn`` module has ``inplace=True``: it writes into its input and returns that tensor."""
     return bool(getattr(module, "inplace", False))
 
 

@@ -30,7 +30,7 @@ FUNCTIONS: dict[Any, str] = {
 METHODS = {spelling: name for name in NAMES for spelling in (name, f"{name}_") if hasattr(Tensor, spelling)}
 SUMS = {operator.add: False, operator.iadd: True, torch.add: False, Tensor.add: False, Tensor.add_: True}
 SUM_METHODS = {"add": False, "__add__": False, "__radd__": False, "add_": True, "__iadd__": True}
-# Functions and methods that compute a sum, product or quotient.
+# The operator signs of functions and methods that compute a sum, product or quotient.
 SIGNS: dict[Any, str] = {
     **dict.fromkeys([*SUMS, *SUM_METHODS], "+"),
     **dict.fromkeys([operator.mul, operator.imul, torch.mul, "mul", "mul_", "__mul__", "__rmul__", "__imul__"], "*"),
@@ -38,7 +38,8 @@ SIGNS: dict[Any, str] = {
         [operator.truediv, operator.itruediv, torch.div, "div", "div_", "__truediv__", "__itruediv__"], "/"
     ),
 }
-# Activations that code may compute in several steps, as Matcher._formula writes them.
+# Activations that code may compute in several steps. The formulas are written like the results of Matcher._formula,
+# which sorts summands and factors.
 FORMULAS = {
     "(sigmoid(x)*x)": "silu",
     "((relu6((3+x))/6)*x)": "hardswish",
@@ -61,19 +62,22 @@ class Fusion(NamedTuple):
 class Match(NamedTuple):
     """The nodes of one matched pattern.
 
-    ``passed`` lists the identities in the pattern. For an activation computed in steps, it also lists the steps before
-    the last one.
+    ``passed`` lists the identities in the pattern. If the activation is computed by several nodes, as in
+    x * sigmoid(x), ``passed`` also lists these nodes except the last.
     """
 
     norm: fx.Node
     sum: fx.Node | None
     summand: int
-    """The position of the summand that comes from the batch normalization; the other summand is the residual."""
+    """The index (0 or 1) of the summand that comes from the batch normalization; the other summand is the residual."""
     activation: fx.Node | None
     kind: Activation
     passed: tuple[fx.Node, ...] = ()
     needs_private_input: bool = False
-    """Whether a call between BN and the sum may write to tensors; BN's input must then be new and read only by BN."""
+    """Whether a call between BN and the sum may write into the memory of BN's input.
+
+    If so, BN's input must be a new tensor that only BN reads.
+    """
 
     @property
     def residual(self) -> Any:
@@ -96,8 +100,8 @@ class Match(NamedTuple):
         """The calls of modules whose classes must not change, because the fusion relies on them.
 
         The fused call runs where the sum was, so the calls between BN and the sum must not write to BN's input. If the
-        sum is in place, the call whose output the sum overwrites must return a new tensor. The same holds for the call
-        that returns BN's input if ``needs_private_input``.
+        sum is in place, the call whose output the sum overwrites must return a new tensor. If ``needs_private_input``,
+        the call that returns BN's input must also return a new tensor.
         """
         if self.sum is None:
             return []
@@ -120,7 +124,8 @@ def normalize_and_add(
 ) -> Tensor:
     """Return g(BN(x) + residual), in one fused call if the residual has the dtype, shape and strides of ``x``.
 
-    ``first`` is True if BN(x) is the first summand. ``in_place`` is True if the sum overwrites the first summand.
+    g is the activation. ``first`` is True if BN(x) is the first summand. ``in_place`` is True if the user's code
+    overwrites the first summand with the sum.
     """
     if residual.dtype is x.dtype and residual.shape == x.shape and residual.stride() == x.stride():
         return norm(x, residual, activation=activation)
@@ -159,12 +164,13 @@ class Matcher:
     """Find the patterns in a graph that can be fused.
 
     Args:
-        root: the module to which the graph's targets are relative.
+        root: the module that was traced; paths of modules in the graph are relative to this module.
         graph: the graph.
-        is_norm: whether a node is a batch normalization that supports fusion; the node's first argument is BN's input.
-        fits: whether a residual can be fused into a batch normalization. By default, every residual fits, and the
-            fused call checks the residual each time it runs.
-        depth: how many opened children (children that were traced into) enclose a batch normalization. If both summands
+        is_norm: returns whether a node is a batch normalization that supports fusion. The first argument of such a node
+            must be BN's input.
+        fits: returns whether a residual can be fused into a batch normalization. By default, every residual fits, and
+            the fused call checks the residual each time it runs.
+        depth: returns how many of the children that enclose a batch normalization were traced into. If both summands
             are batch normalizations, the summand with the smaller depth is usually fused.
     """
 
@@ -216,7 +222,7 @@ class Matcher:
         return isinstance(node, fx.Node) and len(node.users) == 1 and self._is_new(node)
 
     def is_activation(self) -> bool:
-        """Return whether the graph takes one tensor and returns an activation of it that can be fused."""
+        """Return whether the graph takes one tensor and only applies an activation that can be fused."""
         given = [node for node in self.graph.nodes if node.op == "placeholder"]
         (output,) = (node for node in self.graph.nodes if node.op == "output")
         return len(given) == 1 and output.args[0] is self._activation_after(given[0])[0]
@@ -228,9 +234,9 @@ class Matcher:
             if norm is not None:
                 needs_private_input = self._moves_past_a_write(norm, node, passed)
                 candidates.append((needs_private_input, self._depth(norm), -self._order[norm], norm, passed, mine))
-        # Fusing moves BN to the sum, past the calls between them. Prefer a BN that moves past no call that may write
-        # to tensors, then the BN with the smaller depth, so that fewer children are traced into. If the depths are
-        # equal, prefer the later BN, which moves past fewer calls.
+        # Fusing moves BN to the sum, past the calls between them. If both summands come from a BN, prefer a BN that
+        # moves past no call that may write to its input. Next, prefer the smaller depth, so that fewer children are
+        # traced into. If the depths are equal, prefer the later BN, which moves past fewer calls.
         for needs_private_input, _, _, norm, passed, mine in sorted(candidates, key=lambda c: c[:3]):
             residual = node.args[1 - mine]
             assert isinstance(residual, fx.Node)
@@ -283,7 +289,10 @@ class Matcher:
         return None, None, ()
 
     def _formula(self, node: Any, x: fx.Node, steps: list[fx.Node]) -> str:
-        """Return a node's value as a formula of ``x`` and numbers; "?" stands for any other value."""
+        """Return a node's value as a formula of ``x`` and numbers, with sorted summands and factors.
+
+        "?" stands for any other value.
+        """
         if node is x:
             return "x"
         if isinstance(node, int | float):
@@ -301,7 +310,7 @@ class Matcher:
         return self._modules[str(node.target)] if node is not None and node.op == "call_module" else None
 
     def _handed_on(self, node: fx.Node) -> fx.Node | None:
-        """Return the value that a node (an identity, or a sum with the number 0) passes on unchanged, or None."""
+        """Return the node of x if ``node`` applies an identity module to x or computes x + 0; return None otherwise."""
         first, *others = node.args or (None,)
         if isinstance(first, fx.Node) and not others and not node.kwargs and is_plain_identity(self._module(node)):
             return first
@@ -346,7 +355,7 @@ class Matcher:
         if name is None:
             return None
         rest = {**dict(zip(_PARAMETERS.get(name, ("inplace",)), node.args[1:], strict=False)), **node.kwargs}
-        if name == "hardtanh":  # nn.ReLU6 calls F.hardtanh
+        if name == "hardtanh":  # nn.ReLU6 calls F.hardtanh with the limits 0 and 6
             name = "relu6" if (rest.pop("min_val", -1), rest.pop("max_val", 1)) == (0, 6) else ""
         slope = rest.pop("negative_slope", 0.01)
         rest.pop("inplace", None)
@@ -369,12 +378,12 @@ class Matcher:
         return new and any(isinstance(a, fx.Node) for a in node.args)
 
     def _same_tensor(self, node: fx.Node) -> fx.Node | None:
-        """Return the argument that the node returns (x += y returns x) or passes on unchanged, or None."""
+        """Return x if the node is x += y, an identity of x, or x + 0; return None for other nodes."""
         same = node.args[0] if writes_its_sum(node) else self._handed_on(node)
         return same if isinstance(same, fx.Node) else None
 
     def _is_apart(self, written: Any, x: Any) -> bool:
-        """Return whether a written tensor was created after ``x``, so that the two share no memory."""
+        """Return whether a written tensor was created after ``x``, so that it cannot share memory with ``x``."""
         root = self._root(written)
         return self._is_new(root) and self._order[root] > self._order[x]
 
@@ -387,7 +396,8 @@ class Matcher:
     def origins(self, match: Match) -> Iterator[fx.Node]:
         """Yield the nodes that a match relies on.
 
-        These are BN, BN's input if ``needs_private_input``, and the nodes that created the tensors that sums overwrite.
+        These are BN, BN's input if ``needs_private_input``, and the nodes that created the tensors that in-place sums
+        overwrite.
         """
         yield match.norm
         if match.needs_private_input:
@@ -406,7 +416,7 @@ class Matcher:
         return False
 
     def _cannot_move(self, norm: fx.Node, end: fx.Node) -> bool:
-        """Return whether BN must not move to the sum, because other code may use BN or its tensors or switch a mode."""
+        """Return whether BN must not move to the sum: another call may use BN or its tensors, or switch a mode."""
         layer = self._module(norm)
         between = [(node, self._module(node)) for node in _between(norm, end)]
         if any(_switches_a_mode(node) or (m is not None and layer in modules_within(m)) for node, m in between):
@@ -419,7 +429,6 @@ class Matcher:
         return any(id(t) in own for t in (*shared, *read))
 
     def _held(self, node: fx.Node) -> Any:
-        """Return what a get_attr node reads."""
         path, _, name = str(node.target).rpartition(".")
         return getattr(self._modules[path], name, None)
 
@@ -430,7 +439,7 @@ class Matcher:
         if node.op == "call_method":
             name = str(node.target)
             if _is_count(node.args[0]):
-                return False  # an update of a counter, such as num_batches_tracked.add_(1)
+                return False  # the call writes to a counter, such as num_batches_tracked, not to BN's input
             return (name.endswith("_") and not name.endswith("__")) or name.startswith(("__i", "__set"))
         if node.op != "call_function" or node.target is exactly or (node.target in NEW and not node.kwargs):
             return False
@@ -471,9 +480,9 @@ def _between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
 
 
 def _switches_a_mode(node: fx.Node) -> bool:
-    """Return whether a node may switch the gradient mode, autocast or a transform.
+    """Return whether a node may switch the gradient mode or autocast, or enter or leave a functorch transform.
 
-    The names of such functions start with "_".
+    The names of functions that do so, such as ``_set_grad_enabled``, start with an underscore.
     """
     return node.op == "call_function" and getattr(node.target, "__name__", "_").startswith("_")
 

@@ -41,7 +41,7 @@ def larger_batch(given: Given) -> Given:
 
 
 def ask(tree: Any, given: Given) -> tuple[str, Any]:
-    """Return a value as a Python expression, and the value itself for the example.
+    """Return ``tree`` as a Python expression, and the value of this expression for the example arguments.
 
     ``tree`` is a node, a constant, or a tuple, list or slice of these.
 
@@ -73,7 +73,7 @@ def _ask_all(items: Iterable[Any], given: Given) -> tuple[str, list[Any]]:
 
 
 def follow(node: Any, given: Given) -> tuple[str, Any]:
-    """Do the same as :func:`ask` for a node, but also return tensors: arguments and views of arguments."""
+    """Do the same as :func:`ask` for a node, but allow the value to be a tensor: an argument or a view of one."""
     if node.name in given:
         return given[node.name]
     function, args = node.target, node.args

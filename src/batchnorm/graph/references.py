@@ -82,7 +82,7 @@ def _parts(value: Any) -> Iterator[Any]:
             try:
                 yield cell.cell_contents
             except ValueError:
-                continue  # an unassigned variable
+                continue  # the closure's variable has no value yet
     else:
         yield getattr(value, "__dict__", None)
 
@@ -90,7 +90,7 @@ def _parts(value: Any) -> Iterator[Any]:
 def runs_in_order(module: nn.Module) -> bool:
     """Return whether the module is a Sequential with torch's own forward, which runs its children in order.
 
-    A subclass that defines properties, or methods other than ``__init__``, does not count.
+    The result is False for a subclass that defines properties, or methods other than ``__init__``.
 
     >>> runs_in_order(nn.Sequential()), runs_in_order(nn.ModuleList())
     (True, False)
@@ -98,7 +98,7 @@ def runs_in_order(module: nn.Module) -> bool:
     if not isinstance(module, nn.Sequential) or "forward" in vars(module):
         return False
     own = [vars(kind) for kind in type(module).__mro__ if kind not in (*nn.Sequential.__mro__,)]
-    own = [names for names in own if "_spied" not in names]  # symbolic.Spies adds such classes
+    own = [names for names in own if "_spied" not in names]  # skip subclasses made by symbolic.Spies
     return not any(callable(v) or isinstance(v, property) for names in own for k, v in names.items() if k != "__init__")
 
 

@@ -1,4 +1,4 @@
-"""Rewrite a module's forward so that BN, with a sum, an activation or both after it, becomes a single call.
+"""Rewrite a module's forward to fuse BN with what follows it: a sum, an activation, or a sum and an activation.
 
 :mod:`batchnorm.graph.conditions` writes the conditions under which the new forward is valid, and
 :mod:`batchnorm.graph.generated` generates the class with this forward.
@@ -97,7 +97,7 @@ def unused(net: nn.Module, example: Any, forward: network_call.Forward | None, t
     twin = private_copy(net).train(training)
     batch = network_call.to_device(example, network_call.device_of(net), copy=True)
     with (
-        suppress(Exception),  # restore_wrong_ finds the module that fails
+        suppress(Exception),  # `restore_wrong_` finds the rewritten module that raises
         despite_global_hooks(),
         recording_variants(twin) as ran,
         isolated(net, twin),
@@ -153,7 +153,8 @@ def arguments_in(
 ) -> dict[str, dict[str, Any] | str]:
     """Run a copy of a network and return, by module path, the patterns of the arguments in each module's first call.
 
-    If a module's arguments have no pattern, the reason is returned instead.
+    :func:`~batchnorm.graph.generated.pattern_of` describes patterns. For a module whose arguments have no pattern, the
+    value is a string with the reason.
     """
     twin = private_copy(net).train(training)
     found: dict[str, dict[str, Any] | str] = {}
@@ -188,7 +189,11 @@ def _has_code(module: nn.Module) -> bool:
 
 
 class _Worker:
-    """Trace a network's modules in one mode and find what can be fused; process children before their parents."""
+    """Trace a network's modules in one mode, and find what can be fused.
+
+    The trace of a module can open a child: it then includes the calls that the child's forward makes. Whether a child
+    may be opened is known only after it was traced, so children must be processed before their parents.
+    """
 
     def __init__(self, net: nn.Module, training: bool, calls: dict[str, Any], is_norm: IsNorm) -> None:
         self.net, self.calls, self.is_norm = net, calls, is_norm
@@ -221,7 +226,7 @@ class _Worker:
             matches = matcher.matches()
             if matcher.ends_in_norm() and not has_hooks(module):
                 self.openable.add(module)
-            # Open (trace into) only the children that the matches need; see _crossed.
+            # If the opened children are not exactly those that the matches need, trace again; see `_crossed`.
             needed = {p for match in matches for p in _crossed(module, matcher, traced, match)}
             needed = {f"{path}.{p}".lstrip(".") for p in needed}
             if needed == {f"{path}.{p}".lstrip(".") for p in traced.opened}:
@@ -282,8 +287,8 @@ def _autocast_everywhere() -> Iterator[None]:
 def _crossed(module: nn.Module, matcher: Matcher, traced: Traced, match: Match) -> Iterator[str]:
     """Yield the paths of the children that must be traced into for a match.
 
-    These are the children whose code the match relies on, and the children called between BN and the sum that may write
-    to their input.
+    These are the children whose code the match relies on and, of the children called between BN and the sum, those that
+    may write to their input.
     """
     norm, end = (traced.stacks[node.name] for node in (match.norm, match.end))
     outer = {p for p in norm if p in end}

@@ -1,9 +1,10 @@
 """Trace the forward of one module with torch.fx, and record what the code depended on.
 
 torch.fx runs the code once and records only the path that the code took. This module also records everything that may
-have decided the path: the attributes that were read, the arguments that are not tensors, the answers to questions about
-the tensors' shapes, and the children of containers. It refuses code whose effects torch.fx would silently drop, such as
-autocast around a call, random numbers in Python, or assignments to attributes.
+have decided the path: the attributes that were read, the arguments that are not tensors, the children of containers,
+and the answers to questions about the tensors' shapes, such as ``x.dim() == 3``. Code whose effects torch.fx would
+silently drop raises Untraceable: for example, autocast around a call, random numbers in Python, or assignments to
+attributes.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ from .patterns import exactly
 from .questions import Given, Unanswerable, ask, follow, larger_batch
 from .references import returns_a_tensor
 
-# Functions that create tensors from numbers.
+# Functions of torch that create tensors. They do not accept torch.fx's proxies as sizes, so they are replaced during a
+# trace.
 FACTORIES = "arange empty eye full linspace ones rand randint randn randperm tensor zeros".split()  # noqa: SIM905
 
-# Functions of torch that may return something else when the rewritten forward runs.
+# Functions of torch whose result may be different when the rewritten forward runs, so the result becomes a condition.
 STATES = (
     "compiler.is_compiling",
     "compiler.is_exporting",
@@ -70,7 +72,7 @@ class Traced(NamedTuple):
     reads: list[tuple[str, str]]
     """The module path and name of each attribute that was read; the name is ``_modules`` if children were listed."""
     opened: list[str]
-    """The paths of the children that were traced too, so that their code is part of the graph."""
+    """The paths of the children that were traced into, so that the graph contains the calls in their forwards."""
     type_checked: list[str]
     """The paths of the children whose output's type the code checked."""
     stacks: dict[str, tuple[str, ...]]
@@ -90,7 +92,7 @@ class Spies:
         for module in net.modules():
             kind = type(module)
             if isinstance(module, torch.jit.ScriptModule | fx.GraphModule):
-                continue  # these modules are always leaves
+                continue  # a trace never enters these modules
             problem = problem_with(kind)
             if problem:
                 self.problems[module] = problem
@@ -141,14 +143,14 @@ def problem_with(kind: type) -> str:
 def trace_forward(
     module: nn.Module, spies: Spies, arguments: dict[str, Any], opened: Collection[nn.Module] = ()
 ) -> Traced:
-    """Trace a module's forward, given the patterns of its arguments; children in ``opened`` are traced too."""
+    """Trace a module's forward, and the forwards of its children in ``opened``, given patterns of the arguments."""
     for problem in (spies.problems[m] for m in module.modules() if m in spies.problems):
         raise Untraceable(problem)
     before = {m: _containers_of(m) for m in module.modules()}
     generators = _generators()
     spies.reads.clear()
     kind: Any = type(module)
-    beneath = vars(kind).get("_spied", kind)  # the original class, which does not record reads
+    beneath = vars(kind).get("_spied", kind)  # the class before Spies replaced it
     kind._entry, given = _entry(beneath.forward, arguments)
     tracer = _Tracer(opened, given)
     try:
@@ -181,13 +183,16 @@ def trace_forward(
 
 
 def _is_slice(container: nn.Module, known: Collection[nn.Module]) -> bool:
-    """Return whether a container is a plain ModuleList or Sequential with only known children."""
+    """Return whether a module may be a slice, such as ``layers[1:3]``, of a ModuleList or Sequential in the network."""
     kind = vars(type(container)).get("_spied", type(container))
     return kind in (nn.ModuleList, nn.Sequential) and all(child in known for child in container.children())
 
 
 def _entry(forward: Callable[..., Any], arguments: dict[str, Any]) -> tuple[FunctionType, Given]:
-    """Return a function that calls the forward and has one parameter per tensor in the arguments, and these tensors."""
+    """Make a function that calls ``forward`` and has one parameter for each tensor in the arguments.
+
+    Return the function and, for each of its parameters, the tensor and the expression that reads the tensor.
+    """
     given: Given = {}
     scope: dict[str, Any] = {"call": _call, "forward": forward}
 
@@ -276,7 +281,7 @@ class _Tracer(fx.Tracer):
         return m not in self._opened
 
     def call_module(self, m: nn.Module, forward: Any, args: Any, kwargs: Any) -> Any:
-        if get_ident() != self._thread:  # torch.fx patches the calls of all modules, in all threads
+        if get_ident() != self._thread:  # torch.fx's patches affect all threads, but only one is traced
             return forward(*args, **kwargs)
         if m is self.root:
             raise Untraceable("its code calls the module itself")
@@ -309,7 +314,7 @@ class _Tracer(fx.Tracer):
         proxy = super().create_proxy(kind, target, args, kwargs, *rest, **more)
         first = args[0] if args else None
         if isinstance(first, _Value) and self._returns_its_input(kind, target, kwargs):
-            first.node = proxy.node  # every reference to the tensor now refers to its new contents
+            first.node = proxy.node  # so that all references to this proxy see the new contents
             return first
         return proxy
 
@@ -332,7 +337,8 @@ class _Tracer(fx.Tracer):
     def number(self, obj: fx.Proxy, function: Callable[[Any], Any]) -> Any:
         """Return len, int or float of a proxy's value in the example, and expect the same result in each call."""
         results = {}
-        # If the result depended on the batch size, the rewritten forward would run for this batch size only.
+        # Compute the result for two batch sizes. If it depended on the batch size, the rewritten forward would be valid
+        # for the example's batch size only, so the code is refused.
         for given in (self._given, larger_batch(self._given)):
             known = self.known(obj, given, follow if function is len else ask)
             if known is None:
@@ -360,7 +366,7 @@ class _Tracer(fx.Tracer):
             return None
 
     def erase_questions(self) -> None:
-        """Erase the nodes that were only needed to ask questions, because the conditions ask the questions instead."""
+        """Erase the nodes that only computed the answers to questions, because the conditions compute these answers."""
         waiting = self._asked
         while waiting:
             node = waiting.pop()
@@ -384,9 +390,10 @@ class _Typed:
             return type(self)
         if not isinstance(self, Attribute) and self.tracer.is_tensor(self.node):
             return Tensor
-        # For abstract classes, isinstance() runs code in abc.py.
+        # If the user's code contains no type check, the reader of __class__ is a C++ function of torch that checks its
+        # arguments. isinstance() with an abstract class reads __class__ in abc.py, not in the user's code.
         if _caller() != "abc" and not _asks_for_types(sys._getframe(1).f_code):
-            return type(self)  # the code calls a function of torch, which checks its arguments
+            return type(self)
         raise Untraceable("its code checks the type of a value")
 
     def __iter__(self) -> Iterator[Any]:
@@ -448,7 +455,8 @@ def _asks_for_types(code: CodeType) -> bool:
 class _Value(_Typed, fx.Proxy):
     def __getattr__(self, name: str) -> Attribute:
         if hasattr(Tensor, name):
-            _refuse_unrecorded()  # check here: ``x.dtype is torch.half`` creates no node
+            # Call this here too, not only in create_node, because `x.dtype is torch.half` creates no node.
+            _refuse_unrecorded()
             return _Attribute(self, name)
         if name.startswith("__") or self.tracer.is_tensor(self.node):
             raise AttributeError(f"'Tensor' object has no attribute '{name}'")
@@ -460,16 +468,21 @@ class _Attribute(_Typed, Attribute):
         return _Attribute(self, name)
 
 
+def _not_in_place(function: Any) -> Any:
+    name = function.__name__[1:]
+    return getattr(operator, name, None) or getattr(operator, f"{name}_")  # for example, operator.and_
+
+
 def _in_place(function: Any) -> Callable[[Any, Any], Any]:
     def apply(self: Any, other: Any) -> Any:
-        # n += 1 does not change a number in place.
-        changed = function if self.tracer.known(self) is None else getattr(operator, function.__name__[1:])
+        # If the value is a number, such as n = x.size(0), then n += 1 must not change other references to it.
+        changed = function if self.tracer.known(self) is None else _not_in_place(function)
         return self.tracer.create_proxy("call_function", changed, (self, other), {})
 
     return apply
 
 
-# torch.fx itself would treat x += y as x = x + y, which creates a new tensor.
+# Define __iadd__ and the like, because torch.fx would record x += y as x = x + y, which creates a new tensor.
 for _function in IN_PLACE - {operator.iconcat}:
     for _kind in (_Value, _Attribute):
         setattr(_kind, f"__{_function.__name__}__", _in_place(_function))
@@ -518,7 +531,7 @@ def _recorded_factories(tracer: _Tracer) -> Iterator[None]:
         setattr(owner, name, recorded(function))
     for path in STATES:
         home, name = path.split(".")
-        if hasattr(getattr(torch, home), name):  # torch.distributed may not be available
+        if hasattr(getattr(torch, home), name):  # a torch build may lack the functions of torch.distributed
             function = getattr(getattr(torch, home), name)
             replaced.append((getattr(torch, home), name, function))
             setattr(getattr(torch, home), name, asked(function, path))
@@ -544,7 +557,6 @@ def _caller() -> str:
 
 
 def _holds(module: nn.Module, name: str) -> bool:
-    """Return whether a module has a child, parameter or buffer of this name."""
     state = object.__getattribute__(module, "__dict__")
     return any(name in state.get(kind, ()) for kind in ("_modules", "_parameters", "_buffers"))
 

@@ -24,7 +24,7 @@ from ..network_copy import SharedWithOriginalError, isolated, private_copy
 from .calls import Graph, TracedCall, Value
 from .kinds import has_hooks, is_leaf
 
-# Functions that return the numbers in a tensor to Python, not only its shape or dtype.
+# Functions whose result in Python depends on the numbers in a tensor, not only on its shape or dtype.
 READS = frozenset(
     "item tolist numpy __bool__ __float__ __int__ __index__ __array__ __contains__ is_nonzero equal".split()  # noqa: SIM905
 )
@@ -113,7 +113,7 @@ class _Recorder(TorchFunctionMode):
         self._refuse = refuse
         self.calls: list[TracedCall] = []
         self.values: dict[int, Value] = {}
-        # These references keep the tensors alive, so that no id() is reused.
+        # For each storage, the tensors that use it. These references keep the tensors alive, so that no id() is reused.
         self._aliases: dict[int, dict[int, Tensor]] = defaultdict(dict)
         self._names = {m: name for name, m in net.named_modules()}
         self._hooked = {m for m in net.modules() if has_hooks(m)}
@@ -145,7 +145,7 @@ class _Recorder(TorchFunctionMode):
         computed = [(ref, value) for ref, value in kept if value.producer is not None]
         self._aliases.clear()
         if any(t is not None and id(t) not in shown for t in (ref() for ref, _ in computed)):
-            gc.collect()  # free tensors that only dead reference cycles refer to: these tensors do not escape
+            gc.collect()  # otherwise, tensors in dead reference cycles would seem to escape
         for ref, value in kept:
             t = ref()
             if t is not None and (value.producer is not None or id(t) in shown):
@@ -233,7 +233,7 @@ class _Recorder(TorchFunctionMode):
 
 
 def _without_tensors(item: Any) -> Any:
-    """Return an argument to record, or None for an object that holds tensors, because it would keep them alive."""
+    """Return an argument, or None if it holds tensors, because a recorded argument would keep them alive."""
     return None if network_call.tensors_in(item) else item
 
 
@@ -241,7 +241,7 @@ def _name_of(func: Any) -> str:
     name: str = getattr(func, "__name__", type(func).__name__)
     if name == "__get__":  # a property such as x.T
         name = func.__self__.__name__
-    name = name.split(".")[0]  # an overload such as relu.default
+    name = name.split(".")[0]  # drop the overload: relu.default becomes relu
     return name if name.startswith("__") else name.rstrip("_")
 
 

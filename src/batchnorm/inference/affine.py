@@ -65,7 +65,7 @@ def fold_after(affine: Affine, weights: Weights, after: Map) -> Weights:
     """Return the weights of an affine layer that computes scale * (Wu + b) + shift."""
     scale = after.scale
     if isinstance(affine, Transposed):
-        # W is (in, out / groups, *kernel), and input i belongs to group i // (in / groups).
+        # The weight has shape (in, out / groups, *kernel). Input channel i belongs to group i // (in / groups).
         per_group = scale.reshape(affine.groups, -1)
         scale = per_group.repeat_interleave(affine.in_channels // affine.groups, dim=0)
     weight = weights.weight * _over_kernel(scale, weights.weight)
@@ -82,7 +82,7 @@ def fold_before(affine: Affine, weights: Weights, before: Map) -> Weights:
     if isinstance(affine, Transposed):
         return Weights(weights.weight * _over_kernel(scale, weights.weight), weights.bias)
     if not isinstance(affine, nn.Linear):
-        # W is (out, in / groups, *kernel), and output o belongs to group o // (out / groups).
+        # The weight has shape (out, in / groups, *kernel). Output channel o belongs to group o // (out / groups).
         out_per_group = affine.out_channels // affine.groups
         scale, shift = (v.reshape(affine.groups, -1).repeat_interleave(out_per_group, dim=0) for v in before)
     else:
@@ -128,7 +128,7 @@ class FixedAffine(nn.Module):
     def forward(self, input: Tensor, residual: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """Return g(scale * input + shift + residual), and 0 where ``mask`` is False."""
         if mask is not None:
-            # Masked positions may hold NaN, which must not reach the gradients.
+            # Where the mask is False, the input may hold NaN, which must not reach the gradients.
             mask = mask.reshape(mask.shape[0], *[1] * (input.dim() - mask.dim()), *mask.shape[1:])
             input = torch.where(mask, input, 0)
             residual = None if residual is None else torch.where(mask, residual, 0)
@@ -136,7 +136,7 @@ class FixedAffine(nn.Module):
         if self.scale is not None and self.shift is not None:
             shape = self.scale.shape + (1,) * (input.dim() - 1 - self.scale.dim())
             scale, shift = self.scale.view(shape), self.shift.view(shape)
-            # On CUDA, addcmul needs only one kernel launch. On the CPU, a product and a sum were faster.
+            # On CUDA, addcmul needs only one kernel launch. On the CPU, a product and an in-place sum were faster.
             y = torch.addcmul(shift, y, scale) if y.is_cuda else (y * scale).add_(shift)
         if residual is not None:
             y = y + residual

@@ -26,10 +26,11 @@ from .fold import fold_with_report, warn_of_left
 
 # A protobuf file is limited to 2 GiB; the weights of larger networks go into a second file.
 LARGEST_FILE = 1_900_000_000
-# If the example is small, the file is also checked on a larger batch of up to MANY_EXAMPLES, because the network's code
-# may branch on the batch size.
+# The file is also checked on a batch larger than the example, because the network's code may branch on the batch size.
+# The size is the largest multiple of the example's size within these two limits. If the limits do not allow twice the
+# example's size, the size is the example's plus 1.
 MANY_EXAMPLES = 16
-LARGEST_INPUT = 2**22  # the maximum number of values in a larger batch of at least twice the example's size
+LARGEST_INPUT = 2**22  # the number of values in all input tensors together
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Exported:
     """The batch sizes on which the file was run and compared with the network."""
     fold: VerbReport
     sizes: tuple[int, int, int]
-    """Sizes in bytes: parameters and buffers before folding, parameters and buffers after folding, and the files."""
+    """Sizes in bytes: parameters and buffers before folding, the same after folding, and the written files."""
 
     def __str__(self) -> str:
         *others, last = map(str, self.batch_sizes)
@@ -66,17 +67,17 @@ def export(
 ) -> Exported:
     """Fold a network, write it as ONNX or as a ``torch.export`` program, run the file and compare the outputs.
 
-    Only the folded network is exported. In training mode, an exporter would silently write a network whose output
-    depends on the other examples of the batch. The file is written to ``path`` only if its outputs agree with the
-    network's. ``net`` is not changed.
+    Only the folded network is exported, in evaluation mode. In training mode, an exporter would silently write a
+    network whose output for an example depends on the other examples of the batch. The file is written to ``path`` only
+    if its outputs agree with the network's. ``net`` is not changed.
 
     Args:
         net: any network; it is written in evaluation mode, with a warning if it is in training mode.
         example: a batch; a dict is passed as keyword arguments, so use a dict if the network has several inputs.
-        path: ends in ``.onnx`` (needs the extra "export") or ``.pt2``.
+        path: the file to write; the name ends in ``.onnx`` (which needs the extra "export") or ``.pt2``.
         dynamic_batch: let the first dimension of each input vary. With ``dynamic_batch``, the file is also run on
-            batches of 1, 2 and 3 examples and on a batch larger than ``example``, except those that the network does
-            not accept.
+            batches of 1, 2 and 3 examples and on a batch larger than ``example``. Batches that the network does not
+            accept are skipped.
         tolerance: the largest relative error to accept; by default, the error that rounding can cause in the network's
             precision.
         metadata: strings to store in the file, such as class names. These strings become ONNX's metadata properties
@@ -89,8 +90,8 @@ def export(
         FileNotFoundError: if the folder of ``path`` does not exist.
         MissingExtraError: if packages for ONNX are missing; the message names all of them.
         TypeError: if the network is compiled or data-parallel; pass the network inside it.
-        ValueError: if ``path`` has another extension, if the network cannot be folded or exported, if the file fails at
-            a batch size other than the example's, or if its outputs differ at one of the batch sizes.
+        ValueError: if ``path`` has another extension, if the network cannot be folded or exported, or if the file
+            computes different outputs or fails on a batch that the network accepts.
 
     >>> net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.ReLU()).eval()
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -109,7 +110,7 @@ def export(
         check_installed("onnx", "onnxscript", "onnxruntime")
     if net.training:
         warnings.warn(
-            "the network is in training mode; export writes its evaluation mode, with the current running statistics."
+            "the network is in training mode; export writes it in evaluation mode, with the current running statistics."
             " Update the statistics with estimate_ if needed, and call net.eval() to silence this warning",
             stacklevel=2,
         )
@@ -138,7 +139,7 @@ def export(
         errors = _errors(net, load(draft), example, _other_sizes(example) if dynamic_batch else [])
         for size, error in errors.items():
             if not error <= limit:
-                branch = "; its code may depend on the batch size: export a file for each size with dynamic_batch=False"
+                branch = "; the network may depend on the batch size: export one file per size with dynamic_batch=False"
                 raise ValueError(
                     f"the exported file's output on a batch of {size} differs from the network's by {error:.2e}"
                     f" (relative), more than {limit:.0e}; nothing was written{branch if size != traced_size else ''}"
@@ -154,7 +155,7 @@ Loader = Callable[[Path], Callable[[Any], Any]]
 
 
 def _errors(net: nn.Module, run: Callable[[Any], Any], example: Any, others: list[int]) -> dict[int, float]:
-    """Return the relative error of a file's outputs by batch size, without sizes that the network does not accept."""
+    """Return the relative error of a file's outputs for each batch size that the network accepts."""
     expected = _on_cpu(outputs(net, example, training=False))
     found = {_batch_size(example): relative_error(_outputs_of(run, example), expected)}
     scales = [_largest(t) for t in expected]
@@ -163,20 +164,20 @@ def _errors(net: nn.Module, run: Callable[[Any], Any], example: Any, others: lis
         try:
             expected = _on_cpu(outputs(net, batch, training=False))
             require_numbers(expected)
-        except Exception:  # the user's code may raise any exception
+        except Exception:
             continue
         found[size] = _scaled_error(_outputs_of(run, batch), expected, scales)
     return found
 
 
 def _outputs_of(run: Callable[[Any], Any], batch: Any) -> list[Tensor]:
-    """Return the outputs of an exported file on a batch that the network accepts."""
     try:
         return _on_cpu(run(batch))
     except Exception as failure:
         raise ValueError(
             f"the exported file fails on a batch of {_batch_size(batch)}, which the network accepts. Nothing was"
-            f" written; export a file for each size with dynamic_batch=False. The error was: {failure}"
+            " written. If dynamic_batch is True, try to export one file per batch size with dynamic_batch=False."
+            f" The error was: {failure}"
         ) from failure
 
 
@@ -235,7 +236,7 @@ def _write_pt2(net: nn.Module, example: Any, path: Path, dynamic: bool, metadata
 
 def _load_pt2(path: Path) -> Callable[[Any], Any]:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The given buffer is not writable")  # a warning about torch 2.11's own code
+        warnings.filterwarnings("ignore", "The given buffer is not writable")  # torch 2.11 warns about its own code
         program = torch.export.load(path).module()
 
     def run(batch: Any) -> Any:
@@ -268,7 +269,7 @@ def _write_onnx(net: nn.Module, example: Any, path: Path, dynamic: bool, metadat
 def _load_onnx(path: Path) -> Callable[[Any], Any]:
     runtime = require("onnxruntime", "export")
     options = runtime.SessionOptions()
-    options.log_severity_level = 4  # failures are raised, so do not print them too
+    options.log_severity_level = 4  # do not print errors, because they are also raised as exceptions
     session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     names = [node.name for node in session.get_inputs()]
 

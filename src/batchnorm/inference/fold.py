@@ -128,7 +128,7 @@ def fold_with_report(
     except Exception as error:
         if not (forwards.layers or forwards.modules):
             raise
-        # If folding the traced form fails or changes the outputs, folding the original may still work.
+        # Folding with traced forwards failed or changed the outputs, so fold without them.
         reason = f"its traced form failed: {str(error).partition(';')[0]}"
         forwards = NOTHING_TRACED._replace(refused=dict.fromkeys(paths, reason))
         return _fold(net, _copy(net), forwards, example, tolerance, False, forward)
@@ -212,7 +212,7 @@ def _run(net: nn.Module, example: Any, forward: network_call.Forward | None) -> 
 def _substitutes(
     net: nn.Module, graph: Graph, plan: FoldPlan, fused: dict[nn.Module, nn.Module]
 ) -> dict[nn.Module, nn.Module]:
-    """Return the replacements for batch normalizations, the activations fused into them, and ``Fused`` placeholders."""
+    """Return what replaces each batch normalization, each activation fused into one, and each ``Fused`` placeholder."""
     new: dict[nn.Module, nn.Module] = {}
     for layer in plan.gone:
         activation = _activation_of(layer)
@@ -225,14 +225,14 @@ def _substitutes(
         new[module] = nn.Identity()
     for old, substitute in new.items():
         for name, value in vars(old).items():
-            # The user's code may read settings such as bn.num_features.
+            # Copy settings such as num_features, because the user's code may read them.
             if not name.startswith("_") and isinstance(value, SETTINGS) and not hasattr(substitute, name):
                 vars(substitute)[name] = value
     return new
 
 
 def _activation_of(layer: nn.Module) -> Activation:
-    """Return the nonlinearity that a layer applies itself."""
+    """Return the activation that a layer itself applies."""
     return layer.activation if isinstance(layer, BatchNorm) else Activation()
 
 
@@ -257,8 +257,8 @@ def _folded_affine(module: nn.Module, plan: FoldPlan, memo: Memo) -> nn.Module:
         weights = fold_after(affine, weights, plan.after[module])
     trained, like = affine.weight.requires_grad, affine.weight.detach()
     if parametrize.is_parametrized(affine):
-        # Do not call remove_parametrizations: it would delete the weight's property from the class, which the
-        # user's module shares.
+        # Do not call remove_parametrizations: it would delete the property `weight` from the generated class, which is
+        # also the class of the user's own module.
         affine.__class__ = base_type(affine)  # type: ignore[assignment]
         del affine._modules["parametrizations"]
     affine.weight = nn.Parameter(weights.weight.to(like), requires_grad=trained)
@@ -273,7 +273,6 @@ def _sites(
     kept: dict[nn.Module, str],
     forwards: TracedForwards,
 ) -> Iterator[Site]:
-    """Yield a report entry for each batch normalization, in the order of the modules."""
     names = {module: name for name, module in net.named_modules()}
     for module, name in names.items():
         # If the forward of a user's layer was traced, report the path of that layer, not of the batch normalization
@@ -304,6 +303,6 @@ def _functions_left(graph: Graph, kept: dict[nn.Module, str], forwards: TracedFo
     scripted = any(is_scripted_norm(module) for module in kept)
     for call in functional_norms(graph):
         if scripted and isinstance(call.target, torch._ops.OpOverload):
-            continue  # the call is inside a scripted module, which has its own entry
+            continue  # the call is inside a scripted module, for which the report has another entry
         why = forwards.refused.get(call.path, "batch_norm is called as a function, so there is no module to replace")
         yield Site(call.path, "kept", BY_MINI_BATCH if call.argument(5, "training") else why)

@@ -19,10 +19,10 @@ from .affine import Map, map_of
 FUNCTIONS = ("batch_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 OWN_FORWARD = "has its own forward"
 LARGER = (
-    "if that dimension were larger, its elements might mix with the features: pass an example in which that"
+    "if that dimension were larger, values of different features might be mixed up: pass an example in which that"
     " dimension is larger than 1"
 )
-BY_MINI_BATCH = "it normalizes by the mini-batch in evaluation too, not by running statistics"
+BY_MINI_BATCH = "even in evaluation mode, it normalizes by mini-batch statistics, not by running statistics"
 
 
 class Refusal(Exception):
@@ -64,7 +64,7 @@ def make_plan(graph: Graph, layers: list[TorchBatchNorm]) -> FoldPlan:
 
 
 def reason_to_keep(module: nn.Module, graph: Graph) -> str:
-    """Return why a batch normalization cannot become a fixed affine map; return "" if it can, and for other modules."""
+    """Return why a batch normalization cannot become a fixed affine map, or "" if it can or is another module."""
     if is_scripted_norm(module):
         return "it is scripted; call fold before scripting the network"
     if not isinstance(module, TorchBatchNorm):
@@ -90,7 +90,7 @@ def is_scripted_norm(module: nn.Module) -> bool:
 
 
 def functional_norms(graph: Graph) -> list[TracedCall]:
-    """Return the functional batch norm calls that normalize data, not weights; one per module and set of parameters."""
+    """Return the functional batch norm calls that normalize data, not weights: one call per module and parameters."""
     calls = [call for call in graph.functions(*FUNCTIONS) if graph.follows_input(call.inputs[0])]
     return list({(call.path, *call.inputs[1:]): call for call in calls}.values())
 
@@ -116,7 +116,10 @@ def _fold_up(graph: Graph, plan: FoldPlan, layer: TorchBatchNorm) -> None:
         assert source.module is not None
         index = _match_up(source, moves, call, layer)
         if source.module in sources and not torch.equal(sources[source.module], index):
-            raise Refusal(f"the order of the features of {source} differs between calls")
+            raise Refusal(
+                f"{source} is called several times, and its features do not reach this layer in the same order each"
+                " time"
+            )
         sources[source.module] = index
         reached.add(source)
     for module in sources:
@@ -147,7 +150,10 @@ def _fold_down(graph: Graph, plan: FoldPlan, layer: TorchBatchNorm) -> None:
             assert sink.module is not None
             index = _match_down(call, moves, sink, layer)
             if sink.module in sinks and not torch.equal(sinks[sink.module], index):
-                raise Refusal(f"the order of the features of {sink} differs between calls")
+                raise Refusal(
+                    f"{sink} is called several times, and this layer's features do not reach it in the same order each"
+                    " time"
+                )
             sinks[sink.module] = index
             reached.add(sink)
     if not sinks:
@@ -176,7 +182,7 @@ def _source(plan: FoldPlan, graph: Graph, call: TracedCall) -> tuple[TracedCall,
             raise Refusal("no layer or function computes its input")
         if value.sole_consumer is not reader:
             others = ", ".join(str(c) for c in value.consumers if c is not reader)
-            raise Refusal(f"{producer} also feeds {others or 'an output or untraced code'}")
+            raise Refusal(f"{producer} also feeds {others or 'an output of the network or untraced code'}")
         module = producer.module
         linear = isinstance(module, TorchBatchNorm) and not has_nonlinear_part(graph, module)
         if is_affine(module) or (linear and module in plan.remaining):
@@ -230,12 +236,19 @@ def _check_free(graph: Graph, module: nn.Module) -> None:
 
 
 def _check_borders(module: nn.Module, before: Map) -> None:
-    """Refuse a nonzero shift before a transposed convolution or zero padding, where folding would not be exact."""
+    """Refuse a nonzero shift whose effect differs between output positions, because a bias cannot express it.
+
+    Zero padding has this effect at the borders, and a transposed convolution has it in general. The few transposed
+    convolutions without this effect, such as those with a kernel size of 1 and a stride of 1, are also refused.
+    """
     if not bool(before.shift.any()):
         return
     name = type(module).__name__
     if isinstance(module, Transposed):
-        raise Refusal(f"the {name} after it would spread the shift unevenly")
+        raise Refusal(
+            f"in general, the {name} after it turns this layer's shift into a different offset at each output position,"
+            " which a bias cannot express"
+        )
     if isinstance(module, Convolution) and module.padding_mode == "zeros":
         padding = module.padding
         padded = padding == "same" and prod(module.kernel_size) > 1 if isinstance(padding, str) else any(padding)
@@ -276,7 +289,7 @@ def _feature_pairs(
     """Yield pairs of tensors that hold the index of each element's feature before and after the moves.
 
     The first pair is for the example's shape. In each other pair, one dimension that has size 1 in the example has size
-    2. If the moves fail on a shape, or change its features, there is no pair for that shape.
+    2. If the moves fail on such a larger shape, or change the number of features or dimensions, that shape has no pair.
     """
     yield _replayed(_numbered(origin, dims), moves), _numbered(target, kept)
     for larger in (d for d, n in enumerate(origin) if n == 1 and d not in dims):
@@ -307,7 +320,7 @@ def _replayed(x: Tensor, moves: list[TracedCall]) -> Tensor:
         try:
             x = move.replay(x.contiguous())
         except Exception as error:
-            raise Refusal(f"{move} fails on a tensor of feature indices ({error})") from error
+            raise Refusal(f"cannot find out where {move} moves each feature ({error})") from error
         if not isinstance(x, Tensor):
             raise Refusal(f"{move} does not return a single tensor")
         if plain_name(move.name) in ("view", "reshape"):

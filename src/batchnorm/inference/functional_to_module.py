@@ -56,7 +56,7 @@ class TracedForwards(NamedTuple):
     """The paths of modules that now run a traced forward, and the reasons why other modules do not."""
 
     layers: set[str]
-    """The paths of batch normalization subclasses with their own forward, which are now other ``nn.Module`` objects."""
+    """The paths of modules that were batch normalizations with their own forward; now, they are plain modules."""
     modules: list[str]
     refused: dict[str, str]
 
@@ -96,7 +96,7 @@ def as_graph_module(net: nn.Module) -> fx.GraphModule:
 def trace_forwards_(
     net: nn.Module, owners: list[str], example: Any, forward: network_call.Forward | None
 ) -> TracedForwards:
-    """Trace, in place, the forwards of the modules at ``owners``, which call batch_norm; all other code stays the same.
+    """Trace, in place, the forwards of the modules at ``owners``, which contain batch norms; other code stays the same.
 
     In a traced module, the batch normalization becomes a child. If a forward cannot be traced, the forward of the
     module's parent is traced, with the module's code included, and so on up to the network.
@@ -127,7 +127,7 @@ def trace_forwards_(
 
 
 def _observe(net: nn.Module, owners: list[str], example: Any, forward: network_call.Forward | None) -> Arguments:
-    """Run the network and return the arguments of each call of ``owners`` and of the modules that contain them."""
+    """Run the network and return the arguments of each call of the modules at ``owners`` and of their ancestors."""
     calls: Arguments = defaultdict(list)
     twin = private_copy(net)
     around = {"", *owners}
@@ -150,7 +150,7 @@ def _observe(net: nn.Module, owners: list[str], example: Any, forward: network_c
 
 
 class _ForwardTracer(fx.Tracer):
-    """Trace a forward, with ``is_leaf`` deciding which modules are leaves.
+    """Trace a forward; for modules that ``is_leaf`` accepts, record only the call, not the code inside.
 
     Raises:
         Untraceable: if the code has effects that a graph would not repeat, or uses values in ways that torch.fx does
@@ -195,7 +195,7 @@ class _CheckedProxy(fx.Proxy):
         return f"{self}"
 
     def __format__(self, spec: str) -> str:
-        self.tracer.texts.append(repr(self))  # text is allowed only in the message of an assertion
+        self.tracer.texts.append(repr(self))  # refuse_texts allows this text only in messages of assertions
         return repr(self)
 
 
@@ -204,7 +204,7 @@ class _CheckedAttribute(_CheckedProxy, Attribute):
 
 
 def _state(net: nn.Module) -> dict[str, tuple[Any, int]]:
-    """Return the objects that modules hold, by path, each with the number of writes to it if it is a tensor."""
+    """Return the objects that modules hold, by path, each with its version counter, or 0 if it has none."""
     found = {}
     for owner, module in net.named_modules():
         held = (*module._parameters.items(), *module._buffers.items(), *plain_attributes(module))
@@ -256,7 +256,7 @@ def _no_assignments(net: nn.Module) -> Iterator[None]:
             raise Untraceable(f"its code assigns to the attribute '{name}'")
         assign(module, name, value)
 
-    nn.Module.__setattr__ = refuse  # type: ignore[assignment]  # torch.fx itself patches nn.Module while it traces
+    nn.Module.__setattr__ = refuse  # type: ignore[assignment]
     try:
         yield
     finally:
@@ -284,7 +284,7 @@ def _trace_forward_(module: nn.Module, inside: set[nn.Module], calls: list[Any])
     graph = _ForwardTracer(lambda m: m not in opened).trace(twin, fixed or None)
     for node in graph.nodes:
         if node.op == "placeholder" and node.target.removesuffix("_1") in fixed:
-            node.target = node.target.removesuffix("_1")  # torch.fx renames fixed arguments
+            node.target = node.target.removesuffix("_1")  # torch.fx appends _1 to the names of fixed arguments
     found = _modules_with_norm(twin, graph)
     before = _attributes_read(graph)
     _call_modules(twin, graph, found)
@@ -294,7 +294,7 @@ def _trace_forward_(module: nn.Module, inside: set[nn.Module], calls: list[Any])
 
 
 def _fixed_arguments(module: nn.Module, calls: list[Any]) -> dict[str, Any]:
-    """Return the arguments without tensors, which become constants in the graph and must be equal in all calls."""
+    """Return the arguments that contain no tensors; they become constants, so they must be equal in all calls."""
     parameters = signature(type(module).forward).parameters
     single = {k for k, p in parameters.items() if p.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)}
     found: list[dict[str, Any]] = []
@@ -360,7 +360,7 @@ def _adopt(module: nn.Module, graph: fx.Graph, before: set[str], twin: nn.Module
 @lru_cache(maxsize=1024)
 def _traced_class(base: type[nn.Module], name: str, source: str, names: tuple[tuple[str, Any], ...]) -> Any:
     scope = scope_of(names)
-    exec(compile(source, f"<traced forward of {name}>", "exec"), scope)  # code that torch.fx generated
+    exec(compile(source, f"<traced forward of {name}>", "exec"), scope)
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         return _blank, (base, name, source, names), self.__getstate__()

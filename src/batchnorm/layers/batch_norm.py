@@ -72,7 +72,7 @@ class BatchNorm(TorchBatchNorm):
 
     def _checked_features(self, features: Any) -> int | tuple[int, ...]:
         try:
-            numbers = [operator.index(features)]  # also accepts numpy and torch integers
+            numbers = [operator.index(features)]
             whole = False
         except TypeError:
             numbers = [operator.index(n) for n in features]
@@ -106,7 +106,7 @@ class BatchNorm(TorchBatchNorm):
         return nn.Module.__getattr__(self, "running_mean")  # type: ignore[return-value]
 
     def _averages(self) -> tuple[Tensor | None, Tensor | None]:
-        """Return the running mean and variance."""
+        """Return the running mean and variance, without reading the property ``running_mean`` if possible."""
         if "running_mean" in self._buffers:
             return self._buffers["running_mean"], self.running_var
         return self.running_mean, self.running_var  # the mean is not a buffer, for example if it is parametrized
@@ -129,8 +129,8 @@ class BatchNorm(TorchBatchNorm):
         """Whether the layer, in its current mode, normalizes by batch statistics instead of running averages."""
         return self._normalizes_by_batch()
 
-    # forward() and the methods that it calls avoid properties: if compiled code reads a property, Dynamo guards on the
-    # class. A guard on the class turns off Dynamo's fast check of the enclosing modules.
+    # forward() and the methods that it calls avoid properties: if compiled code reads a property of a layer, Dynamo
+    # guards on the layer's class, and no longer uses its fast check of whole modules.
 
     def _normalizes_by_batch(self) -> bool:
         return not self._frozen & STATISTICS and (self.training or any(a is None for a in self._averages()))
@@ -227,7 +227,7 @@ class BatchNorm(TorchBatchNorm):
         mean, var = self._averages()
         if not (self.training and self.track_running_stats) or mean is None or var is None:
             return None
-        # As in torch.nn, num_batches_tracked may be None.
+        # As in torch.nn, users may set num_batches_tracked to None; the batches are then counted in a temporary tensor.
         counts = (
             torch.zeros((), dtype=torch.long, device=mean.device) if count is None else count
             for count in (self.num_batches_tracked, self.num_batches_skipped)
@@ -281,7 +281,7 @@ class BatchNorm(TorchBatchNorm):
             ValueError: if the batch, or a group of ``Ghost``, has one value per feature and ``on_single`` is "error".
         """
         if isinstance(self.statistics, Sync):
-            return False  # other ranks may have more values
+            return False  # the statistics are over all ranks, and other ranks may have more values
         dims = len(_as_tuple(self.num_features))
         m = input.shape[0] * prod(input.shape[1 + dims :])
         groups = self.statistics.groups(input, dims) if isinstance(self.statistics, Ghost) else 1
@@ -289,7 +289,8 @@ class BatchNorm(TorchBatchNorm):
         if not (1 in counts if counts else m == 1):
             return False
         if self.on_single == "running":
-            # If the layer has running statistics, Ghost itself normalizes groups of one value by them.
+            # With several groups, Ghost itself normalizes a group of one value by the running statistics, if the layer
+            # has any.
             return groups == 1 or self._running() is None
         masked = " with only one unmasked value" if counts else ""
         larger = "batch"
@@ -355,7 +356,7 @@ class BatchNorm(TorchBatchNorm):
         for key, old in kept.items():
             new = self._buffers[key]
             if new is not None and new.dtype.itemsize < 4:
-                # Convert the old tensor, because the new tensor is already rounded.
+                # Convert the old tensor to float32, because the new tensor is already rounded to half precision.
                 wide = torch.empty_like(new, dtype=torch.float32) if old.is_meta else old.to(new.device, torch.float32)
                 self._buffers[key] = wide
         return self
@@ -376,14 +377,14 @@ class BatchNorm(TorchBatchNorm):
         frozen = state_dict.pop(prefix + "frozen", None)
         mean = self._buffers.get("running_mean")
         if mean is not None:
-            forget(mean)  # torch.utils.swap_tensors does not accept tensors with weak references
+            forget(mean)  # load_state_dict may call torch.utils.swap_tensors, which rejects weakly referenced tensors
         super()._load_from_state_dict(state_dict, prefix, *args)
         self._keep_statistics_wide()  # load_state_dict(assign=True) may assign half-precision tensors
         self._reset_skipped()
         if frozen is not None:
             before, self._frozen = self._frozen, int(frozen)
             for bit, parameter in ((WEIGHT, self.weight), (BIAS, self.bias)):
-                # A parameter that is frozen here but not in the checkpoint becomes trainable again.
+                # A parameter that is frozen in the layer but not in the checkpoint becomes trainable again.
                 if parameter is not None and (before | self._frozen) & bit:
                     parameter.requires_grad_(not self._frozen & bit)
 

@@ -90,6 +90,8 @@ def _require_parameters(name: str, layer: BatchNorm, bits: int) -> None:
 def _layers(net: nn.Module, verb: str) -> Iterator[tuple[str, BatchNorm]]:
     found = [(name or type(m).__name__, m) for name, m in net.named_modules() if isinstance(m, TorchBatchNorm)]
     foreign = [name for name, m in found if not isinstance(m, BatchNorm)]
+    if foreign and verb == "unfreeze":
+        raise ValueError(f"nothing to unfreeze in {', '.join(foreign)}: only this library's layers can be frozen")
     if foreign:
         raise ValueError(
             f"cannot {verb} {', '.join(foreign)}: only this library's layers can be frozen, because train() would"

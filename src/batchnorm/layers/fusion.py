@@ -7,11 +7,14 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 
 from ..graph import Graph, TracedCall
-from ..graph.kinds import has_hooks, is_quiet
+from ..graph.kinds import has_hooks, is_quiet, plain_name
 from ..graph.references import Holder, holders, is_plain_identity, next_in_order, runs_in_order, runs_its_graph
-from ..ops.activation import from_module
+from ..ops.activation import NAMES, from_module
 from .batch_norm import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
 from .norm_act import NormAct
+
+# These functions can be fused, but only by rewriting the code that calls them (see graph/rewrite.py).
+_FUNCTIONS = {"add", *map(plain_name, NAMES)}
 
 
 class Fused(nn.Module):
@@ -53,7 +56,7 @@ def takes_activation(layer: nn.Module) -> bool:
     if not isinstance(layer, BatchNorm) or layer.activation.name != "identity" or not is_quiet(layer):
         return False
     if type(layer) in (BatchNorm1d, BatchNorm2d, BatchNorm3d):
-        return True  # reading the class's forward would make torch.compile check the class before every call
+        return True  # in compiled code, reading `forward` of the class would make Dynamo guard on the class
     forward = type(layer).forward
     if forward is NormAct.forward and isinstance(layer, NormAct):
         return is_plain_identity(layer.drop) and is_plain_identity(layer.act)
@@ -113,7 +116,8 @@ def _only_activation(layer: nn.Module, calls: list[TracedCall]) -> tuple[nn.Modu
                 readers.append("untraced code (the caller, a hook or a stored reference)")
             return None, f"its output is read by {' and '.join(readers) or 'nothing'}"
         if consumer.module is None:
-            return None, f"its output goes to the function {consumer}, not to a module"
+            why = "not to a module" if plain_name(consumer.name) in _FUNCTIONS else "which cannot be fused"
+            return None, f"its output goes to the function {consumer}, {why}"
         between = [c for c in output.handed_on if not is_plain_identity(c.module)]
         if between:
             return None, f"{between[0]} is called between it and its activation"
@@ -170,5 +174,6 @@ def _other_input(
 
 
 def _is_in_graph(net: nn.Module, holder: Holder) -> bool:
-    # A GraphModule keeps the modules that its graph calls inside plain nn.Modules, which have no code.
+    # In a GraphModule, the parent of a submodule is the GraphModule itself or, for a nested name such as `block.bn`, a
+    # plain nn.Module. The GraphModule only runs its graph, and the plain nn.Module has no code of its own.
     return runs_its_graph(net) and holder.key is not None and (holder.module is net or type(holder.module) is nn.Module)

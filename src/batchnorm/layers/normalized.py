@@ -45,7 +45,8 @@ class Normalized(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            # Do not look up private names on `affine`: copying and pickling must use the methods of the container.
+            # Copying and pickling must use the container's own methods, so do not look up private names on `affine`.
+            # Looking up `affine` itself would recurse forever as long as the container has no such attribute.
             if name.startswith("_") or name in ("affine", "norm"):
                 raise
             return getattr(self.affine, name)

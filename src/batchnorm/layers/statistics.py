@@ -1,4 +1,4 @@
-"""Values for ``statistics=``: alternatives to normalizing a training batch by its own statistics."""
+"""Values for a layer's ``statistics=``: alternatives to normalizing a training batch by its own statistics."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Sync:
             return ops.batch_norm(x, gamma, beta, eps, **options)
         features = Features(x, options.pop("feature_dims"))
         call = features.call(x, gamma, beta, eps, **options)
-        # Use float64, because the difference of two large means must stay precise.
+        # Compute the means in float64, so that the difference of two large means is precise.
         local, centred = batch_moments(call.x, call.reduced_dims, call.mask, mean_dtype=torch.float64)
         own = Moments(local.count.double(), local.mean.flatten(), local.var.double().flatten())
         merged = ops.merge(collectives.gather_moments(own, self.group))
@@ -190,6 +190,7 @@ def _average(parts: list[Moments]) -> Moments:
     count = torch.where(count > 1, count, 0)  # a group of one value has no unbiased variance
     total = count.sum()
     weight = (count / total.clamp(min=1)).reshape(-1, *[1] * (mean.dim() - 1))
-    # With m the average of the group sizes m_b, var * m/(m-1) = sum(m_b var_b) / sum(m_b - 1).
+    # Return the average group size m as the count, because m/(m-1) times the averaged variance is
+    # sum(m_b var_b) / sum(m_b - 1).
     m = total / count.count_nonzero().clamp(min=1)
     return Moments(m, (weight * mean).sum(0), (weight * var).sum(0))

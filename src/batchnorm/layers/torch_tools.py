@@ -11,11 +11,11 @@ class Tool(NamedTuple):
 
     name: str
     instead: str
-    for_inference: bool  # whether the tool's result is for evaluation mode only
+    for_inference: bool  # whether the result of the tool is used only for inference
 
 
 _FOLD = "use batchnorm.fold(net, example)"
-# Each tool reads a layer's running mean. The key is the module and the name of the function that reads the mean.
+# Every tool reads a layer's running mean. A key is the Python module and the name of the function that reads the mean.
 TOOLS = {
     ("torch.nn.modules.batchnorm", "convert_sync_batchnorm"): Tool(
         "torch.nn.SyncBatchNorm.convert_sync_batchnorm", "use layers with statistics=batchnorm.Sync() instead", False

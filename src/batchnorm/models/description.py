@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from ..errors import at_least
 from .bn_inception.blocks import InceptionModule
 
-# Szegedy et al. (2014), Table 1: #1x1, 3x3 reduce, 3x3, 5x5 reduce, 5x5, pool projection, feature map's height.
+# GoogLeNet's Inception modules, from Table 1 of Szegedy et al. (2014). The first six numbers of a module are its filter
+# counts: 1x1, 3x3 reduce, 3x3, 5x5 reduce, 5x5 and pool projection. The last number is the height of its feature map.
 GOOGLENET = (
     (64, 96, 128, 16, 32, 32, 28),
     (128, 128, 192, 32, 96, 64, 28),
@@ -27,7 +28,7 @@ GOOGLENET = (
 
 
 class LayerCost(NamedTuple):
-    """A layer's path, type, output shape and cost for one image."""
+    """A layer's path, type, output shape, parameters and multiply-adds, for one image."""
 
     name: str
     kind: str
@@ -37,7 +38,9 @@ class LayerCost(NamedTuple):
 
 
 class Description(NamedTuple):
-    """A network's layers in the order they run, their costs for one image, and the totals. ``print`` shows a table.
+    """A network's layers in the order in which they run, its totals for one image, and its depth.
+
+    ``print`` shows a table.
 
     Beyond the paper: counting parameters and multiply-adds.
     """
@@ -95,7 +98,7 @@ def _note(found: list[LayerCost], name: str, module: nn.Module, args: tuple[Tens
 
 
 def _depth(net: nn.Module) -> int:
-    """Count weight layers on the longest path, assuming that only the branches of Inception modules run in parallel."""
+    """Count convolutions and linear layers on the longest path; children run in series, except in Inception modules."""
     if isinstance(net, nn.Conv2d | nn.Linear):
         return 1
     depths = [_depth(child) for child in net.children()]
@@ -103,7 +106,7 @@ def _depth(net: nn.Module) -> int:
 
 
 class Claim(NamedTuple):
-    """A statement in the paper, and the corresponding number computed here."""
+    """A statement of the paper about its network, and the corresponding number for this library's network."""
 
     statement: str
     computed: str
@@ -112,8 +115,8 @@ class Claim(NamedTuple):
 def claims(description: Description) -> tuple[Claim, ...]:
     """Return the paper's statements about the size of its network, each with the number computed from ``description``.
 
-    Section 4.2 states 13.6 million parameters. The network of the appendix table has fewer, for every ``stem`` and
-    ``projection`` of :func:`~batchnorm.models.inception`.
+    Section 4.2 says that the network has 13.6 million parameters. The network of the appendix table has fewer,
+    whichever ``stem`` and ``projection`` are passed to :func:`~batchnorm.models.inception`.
 
     >>> from .bn_inception.network import inception
     >>> for claim in claims(describe(inception(stem="plain"))): print(claim.computed)
@@ -141,7 +144,7 @@ def googlenet() -> tuple[int, int, int]:
     >>> googlenet()
     (22, 6998552, 1582671872)
     """
-    # For each convolution: input channels, output channels, kernel size and output height.
+    # The convolutions as (input channels, output channels, kernel size, output height).
     convs = [(3, 64, 7, 112), (64, 64, 1, 56), (64, 192, 3, 56)]
     channels = 192
     for one, reduce3, three, reduce5, five, projection, size in GOOGLENET:

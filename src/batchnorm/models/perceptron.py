@@ -26,11 +26,13 @@ def perceptron(
     are absent.
 
     Args:
-        batch_norm: normalize before each sigmoid. This option does not change the weights W that a seed gives.
-        inputs: the length of an input vector; 28x28 in the paper.
+        batch_norm: normalize before each sigmoid. The initial weights for a given seed are the same with and without
+            normalization.
+        inputs: the number of inputs; 784 for the paper's 28x28 images.
         widths: the number of activations of each hidden layer.
         classes: the number of outputs.
-        std: the standard deviation of the Gaussian initial weights; the paper says "small". Biases start at 0.
+        std: the standard deviation of the initial weights, which are Gaussian; the paper says only that they are small.
+            Biases start at 0.
         seed: the seed of the initial weights; None draws them from torch's global generator.
 
     >>> [name for name, _ in perceptron(widths=(5,)).named_children()]

@@ -19,9 +19,9 @@ from .taps import Taps, nonlinearities, probing
 class Monitor:
     """Record percentiles of a network's nonlinearity inputs while it trains, without altering the training.
 
-    As a context manager, the monitor counts the forward passes in training mode with gradients enabled, from 0. The
-    monitor records each of these passes whose number is a multiple of ``every``. If your training loop does not call
-    ``net`` directly, call :meth:`record` instead.
+    Inside a ``with`` block, the monitor numbers the forward passes in training mode with gradients enabled, starting at
+    0. The monitor records each of these passes whose number is a multiple of ``every``. If your training loop does not
+    call ``net`` directly, call :meth:`record` instead.
 
     Args:
         net: any network. Nonlinearities are found if they are modules or fused into this library's batch normalization.
@@ -33,9 +33,9 @@ class Monitor:
             ``every`` doubles, so memory is bounded for a run of any length.
         points: the largest number of records in memory.
         probe: a batch to run for each record, instead of recording the training batch. The probe runs as in training,
-            normalized by its own statistics, but without dropout. The probe changes no buffers or random numbers.
-        unit_dim: the dimension of the layers' units, or a mapping from layer names to dimensions. Layers that are not
-            in the mapping use dimension 1.
+            normalized by its own statistics, but without dropout. Running it does not change buffers or random numbers.
+        unit_dim: the dimension that holds a layer's units, or a mapping from layer names to dimensions. Layers that are
+            not in the mapping use dimension 1.
         sinks: objects that also write the records, e.g. :class:`batchnorm.monitor.JSONLines`. The monitor closes them
             on exit.
 
@@ -115,8 +115,8 @@ class Monitor:
     def record_gradient_change(self, step: int, loss: Callable[[Any, Any], Tensor], batch: Any, rate: float) -> Record:
         """Store and return how each layer's gradient changes when only the layers below it take their gradient step.
 
-        The arguments are those of :func:`batchnorm.monitor.gradient_change`, which runs a forward and backward pass per
-        layer.
+        The other arguments are those of :func:`batchnorm.monitor.gradient_change`, which runs a forward and backward
+        pass per layer.
         """
         busy, self._busy = self._busy, True
         try:
@@ -133,7 +133,7 @@ class Monitor:
                 self.record(self.step)
             else:
                 self._seen = {}
-                # Attach the hooks for this pass only: hooks that check a counter would slow down all other steps.
+                # Attach the hooks for this pass only, because permanent hooks would slow down all other steps.
                 self._taps.enter_context(self._reading(self._seen))
                 # Remove `_after` only before the next pass, because torch iterates over the hooks while `_after` runs.
                 self._end.callback(net.register_forward_hook(self._after, always_call=True).remove)

@@ -16,10 +16,10 @@ from .records import Change, Record
 def drift(records: Sequence[Record], layer: str, of: Literal["z", "x"] = "z") -> Tensor:
     """Return how far each unit's distribution moved between consecutive records, as a multiple of its own width.
 
-    The drift is mean_p |q_p(t) - q_p(s)| / w, where q_p are the percentiles at the consecutive records s and t, and w
-    is the distance from the lowest percentile to the highest, averaged over both records. The result has shape
-    (records - 1, units). The scale of the values cancels, so normalizing them to a fixed scale does not reduce the
-    drift.
+    The drift is mean_p |q_p(t) - q_p(s)| / w, where q_p(s) and q_p(t) are the percentiles at consecutive records s
+    and t, and w is the distance from the lowest percentile to the highest, averaged over both records. The result has
+    shape (records - 1, units). The scale of the values cancels, so normalizing them to a fixed scale does not reduce
+    the drift.
 
     Args:
         records: a monitor's records, in order.
@@ -73,7 +73,7 @@ def gradient_change(net: nn.Module, loss: Callable[[Any, Any], Tensor], batch: A
         net: any network, in its current mode.
         loss: takes the network's output and the batch, and returns a scalar.
         batch: a tensor, a tuple or list whose first item is the network's input, or a dict of keyword arguments.
-        rate: the size of the step.
+        rate: the learning rate of the gradient step.
 
     >>> net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
     >>> gradient_change(net, lambda y, batch: y.square().mean(), torch.randn(8, 3), rate=0.0)
@@ -86,7 +86,8 @@ def gradient_change(net: nn.Module, loss: Callable[[Any, Any], Tensor], batch: A
 
     def gradients(values: Mapping[str, Tensor], of: Sequence[str]) -> dict[str, Tensor]:
         leaves = {name: v.detach().requires_grad_(name in of) for name, v in values.items()}
-        # Running averages are updated in copies of the buffers, and every call draws the same random numbers.
+        # Copy the buffers, so that the network's running averages do not change. Restore the random number generators
+        # after each call, so that every call draws the same numbers.
         buffers = {name: b.clone() for name, b in net.named_buffers()}
         devices = {p.device.index for p in parameters.values() if p.device.type == "cuda"}
         with torch.enable_grad(), torch.random.fork_rng([d for d in devices if d is not None]):

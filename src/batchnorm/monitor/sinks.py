@@ -90,7 +90,7 @@ class JSONLines:
         self._file.flush()
 
     def _cut(self, step: int) -> None:
-        """Remove the lines of an earlier run from ``step`` on."""
+        """Remove the lines that an earlier run wrote for ``step`` and later steps."""
         self._file.seek(0)
         lines = self._file.readlines()
         kept = [line for line in lines if json.loads(line)["step"] < step]

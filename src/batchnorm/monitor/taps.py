@@ -16,7 +16,7 @@ from ..ops import Activation
 
 Seen = Callable[[str, Tensor, Tensor], None]
 
-# The elementwise nonlinearities of torch.nn; their subclasses count too.
+# The elementwise nonlinearities of torch.nn. nn.ReLU6 is included as a subclass of nn.Hardtanh.
 NONLINEARITIES = (
     nn.CELU, nn.ELU, nn.GELU, nn.Hardshrink, nn.Hardsigmoid, nn.Hardswish, nn.Hardtanh, nn.LeakyReLU, nn.LogSigmoid,
     nn.Mish, nn.PReLU, nn.ReLU, nn.RReLU, nn.SELU, nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Softshrink, nn.Softsign,

@@ -132,8 +132,9 @@ def as_activation(spec: str | Activation | nn.Module | None) -> Activation:
 
 def from_module(module: nn.Module) -> Activation | None:
     """Return the activation that a ``torch.nn`` module computes, or None if the module cannot be fused."""
-    # Compare exact types, because a subclass may compute something else.
-    if isinstance(module, nn.Hardtanh) and type(module) in (nn.Hardtanh, nn.ReLU6):  # users can change ReLU6's limits
+    # Compare exact types, because a subclass may compute something else. Check the limits of a ReLU6 too, because they
+    # are attributes that users can change.
+    if isinstance(module, nn.Hardtanh) and type(module) in (nn.Hardtanh, nn.ReLU6):
         return Activation("relu6") if (module.min_val, module.max_val) == (0, 6) else None
     name = _BY_MODULE.get(type(module))
     if name == "leaky_relu":

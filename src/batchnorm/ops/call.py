@@ -1,4 +1,4 @@
-"""The arguments of one batch normalization, in the form that every path (implementation) takes."""
+"""The arguments of one batch normalization, in the form that every implementation (called a path) takes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from .running import Kept
 
 
 class Call(NamedTuple):
-    """Hold the arguments of a call: x is (N, C, ...), parameters and averages are (C,), the mask is (N, 1, ...)."""
+    """Hold the arguments of one batch normalization.
+
+    The input x has shape (N, C, ...). Gamma, beta, and the running mean and variance have shape (C,). The mask has
+    shape (N, 1, ...).
+    """
 
     x: Tensor
     gamma: Tensor | None = None
@@ -38,7 +42,7 @@ class Path(Protocol):
         """Return why the path does not support a call, or None if the path supports it."""
 
     def describe(self, call: Call, /) -> str | None:
-        """Return how the path computes a call, or None if the dispatcher's reason says enough."""
+        """Return how the path computes a call, or None if the dispatcher's reason for choosing it is enough."""
 
     def run(self, call: Call, /) -> tuple[Tensor, Moments]:
         """Return the output and the batch's statistics; update the running averages if the call has any."""
@@ -60,8 +64,8 @@ class Features:
             )
         self.shape, self.dims = x.shape, feature_dims
         self.features = x.shape[1 : 1 + feature_dims]
-        # If every element (c, h, w) has its own statistics, a channels_last input is flattened in memory order, without
-        # a copy.
+        # With statistics per activation, flatten a channels_last input in the order (h, w, c) of its memory. The order
+        # (c, h, w) would need a copy.
         self.nhwc = 1 < feature_dims == x.dim() - 1 and not x.is_contiguous() and x.movedim(1, -1).is_contiguous()
 
     def call(

@@ -1,7 +1,7 @@
 """Compile C and C++ sources with the machine's own compiler, load the libraries, and cache compiled files.
 
 Compiled libraries are stored in the user's cache folder, so that later processes need not compile them again. A cached
-library is loaded only if it belongs to the user, nobody else can write to it, and its contents match the digest in its
+library is loaded only if the user owns the file, nobody else can write to it, and its contents match the digest in its
 name. No library is compiled or loaded if the system is not Linux, if there is no compiler, or if the environment
 variable BATCHNORM_COMPILE is 0.
 """
@@ -32,13 +32,12 @@ class Source(NamedTuple):
 
     path: Path
     language: str
-    # The environment variable named `variable` holds the compiler's command; the default is `compiler`.
-    variable: str
-    compiler: str
+    variable: str  # the name of the environment variable that holds the compiler's command, such as "CC"
+    compiler: str  # the compiler's command if that environment variable is not set
     flags: tuple[str, ...]
-    libraries: tuple[str, ...]  # linker flags, which come after the source file
-    depends: str  # anything else that the compiled code depends on
-    load: Callable[[Path], Any]  # raises OSError, ImportError or AttributeError on failure
+    libraries: tuple[str, ...]  # linker flags, which must follow the source file on the command line
+    depends: str  # describes everything else that the compiled code depends on, as a part of the cache key
+    load: Callable[[Path], Any]  # loads a compiled library; raises OSError, ImportError or AttributeError
 
 
 def built(source: Source) -> tuple[Any, str | None]:
@@ -59,7 +58,8 @@ def built(source: Source) -> tuple[Any, str | None]:
                     found = _cached(source, folder, command) or _compile(source, folder, command)
             return found, None
         except (OSError, AttributeError, ImportError) as error:
-            # The cache folder cannot be created or written to, is not private, or libraries cannot be loaded from it.
+            # The cache folder cannot be used: it cannot be created or written to, others can write to it, or libraries
+            # cannot be loaded from it. Compile in a temporary folder instead.
             with tempfile.TemporaryDirectory() as temporary:
                 return _compile(source, Path(temporary), command), str(error)
     except (OSError, AttributeError, ImportError, subprocess.SubprocessError) as error:
@@ -89,7 +89,7 @@ def cached(source: Source) -> Any:
 def kept(name: str, depends: object, make: Callable[[], bytes]) -> bytes:
     """Return a file's contents from the cache folder; if the file is not there, call ``make`` and cache the result.
 
-    ``depends`` describes everything that the contents depend on.
+    ``depends`` describes everything that the contents depend on; if it changes, ``make`` is called again.
     """
     key = hashlib.sha256(repr(depends).encode()).hexdigest()[:16]
     try:
@@ -108,14 +108,14 @@ def kept(name: str, depends: object, make: Callable[[], bytes]) -> bytes:
     with suppress(OSError), tempfile.TemporaryDirectory(dir=folder) as temporary:
         out = Path(temporary) / "made"
         out.write_bytes(made)
-        out.chmod(0o600)  # regardless of the umask
-        out.replace(folder / _named(name, key, made, "bin"))  # atomic: another process may write the same file
+        out.chmod(0o600)  # otherwise the umask might let others write to the file, and `_check_private` would reject it
+        out.replace(folder / _named(name, key, made, "bin"))
     return made
 
 
 def remember_failure(source: Source, error: Unavailable) -> None:
     """Record that a source does not compile or load, so that later calls of :func:`cached` raise the same error."""
-    # Do not record other errors, because they may not recur.
+    # Record only errors of the compiler and of loading the library. Other errors, such as a full disk, may not recur.
     if isinstance(error.__cause__, subprocess.CalledProcessError | ImportError):
         with suppress(OSError):
             failure = _folder(create=True) / f"{source.path.stem}-{_key(source, _command(source))}.failed"
@@ -142,7 +142,7 @@ def _folder(*, create: bool) -> Path:
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "batchnorm"
     except RuntimeError as error:
-        raise OSError(str(error)) from error  # the user has no home folder
+        raise OSError(str(error)) from error  # Path.home() found no home folder
     if create:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder = folder.resolve()
@@ -152,7 +152,7 @@ def _folder(*, create: bool) -> Path:
 
 @contextmanager
 def _alone(lock: Path) -> Iterator[None]:
-    """Let only one process at a time compile a source, if the file system supports locks."""
+    """Hold a file lock, so that only one process compiles a source at a time; skip the lock if it is not supported."""
     import fcntl
 
     with lock.open("w") as file:
@@ -193,15 +193,14 @@ def _cached(source: Source, folder: Path, command: list[str]) -> Any:
 
 
 def _compile(source: Source, folder: Path, command: list[str]) -> Any:
-    """Compile the source, load and return the library, and store it in the folder."""
+    """Compile the source, load the library, store its file in the folder, and return the loaded library."""
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         out = Path(temporary) / "library.so"
         _run([*command, *source.flags, "-o", str(out), str(source.path), *source.libraries])
-        out.chmod(0o700)  # regardless of the umask
+        out.chmod(0o700)
         loaded = source.load(out)
         with out.open("rb") as file:
             os.fsync(file.fileno())
-        # Atomic: other processes may compile the same source at the same time.
         out.replace(folder / _named(source.path.stem, _key(source, command), out.read_bytes()))
         return loaded
 
@@ -211,7 +210,7 @@ _running: set[subprocess.Popen[str]] = set()
 
 def _run(command: list[str]) -> None:
     pipes: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    # Start a new session: a compiler starts child processes, which must be killed together with it.
+    # Start the compiler in a new session, so that `stop` can kill it together with its child processes.
     with subprocess.Popen(command, **pipes, text=True, errors="replace", start_new_session=True) as process:
         _running.add(process)
         try:
@@ -226,7 +225,7 @@ def _run(command: list[str]) -> None:
 
 
 def stop() -> None:
-    """Kill all running compilers; called after a timeout and when the process exits."""
+    """Kill all running compilers and their child processes."""
     for process in list(_running):
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

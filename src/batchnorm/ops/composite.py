@@ -1,6 +1,7 @@
-"""Algorithm 1 in plain torch operations, for every transform, layout and device; the other paths are faster.
+"""Algorithm 1 in plain torch operations, which support every device and memory layout.
 
-These operations work with autograd, forward-mode differentiation, ``torch.func`` and ``torch.compile``.
+They also work with autograd, forward-mode differentiation, ``torch.func`` and ``torch.compile``. The kernels in ``cpu``
+and ``cuda`` are faster, but support fewer cases.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ def normalize(call: Call, mean: Tensor, var: Tensor) -> Tensor:
 def backward(call: Call, dy: Tensor, passes: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return dx, dgamma, dbeta and dz by the formulas of the paper's Section 3, with differentiable operations.
 
-    dx = gamma / sigma * (dz - mean(dz) - x_hat mean(dz x_hat)). ``passes`` is True where the activation's derivative is
-    1; if ``passes`` is given, the residual is not needed.
+    dx = gamma / sigma * (dz - mean(dz) - x_hat mean(dz x_hat)), where z is the activation's input. ``passes`` is True
+    where the activation's derivative is 1; if ``passes`` is given, z is not recomputed, so the residual is not needed.
 
     Paper: Sec. 3, gradients
     """
@@ -79,7 +80,7 @@ def backward(call: Call, dy: Tensor, passes: Tensor | None = None) -> tuple[Tens
 def moments_backward(x: Tensor, dmean: Tensor | None, dvar: Tensor | None, mean: Tensor | None = None) -> Tensor | None:
     """Return dl/dx = dl/dmu * 1/m + dl/dvar * 2 (x - mu)/m, or None if both gradients are None.
 
-    If ``mean`` is None, it is computed from ``x``.
+    Here, mu is the mean and m is the number of values per channel. If ``mean`` is None, it is computed from ``x``.
 
     Paper: Sec. 3, gradients
     """
@@ -106,7 +107,7 @@ def scale_and_shift(call: Call, centred: Tensor, var: Tensor) -> Tensor:
 def finish(call: Call, z: Tensor) -> Tensor:
     """Add the residual, apply the nonlinearity, zero masked positions and cast to the input's dtype."""
     if call.residual is not None:
-        # Mask the residual too: if it is NaN at a masked position, the activation's gradient there would be 0 * NaN.
+        # Zero the residual at masked positions: if it were NaN there, the activation's gradient would be 0 * NaN.
         residual = call.residual if call.mask is None else torch.where(call.mask, call.residual, 0)
         z = z + residual.to(z.dtype)
     y = apply(call.activation, z)

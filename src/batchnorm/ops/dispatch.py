@@ -16,7 +16,6 @@ from .moments import Moments
 from .running import Running, update_
 from .torch_state import is_forward_mode, is_observed, is_transformed
 
-# BATCHNORM_FAST=0 disables every fast path; plain torch operations then compute everything.
 FAST = os.environ.get("BATCHNORM_FAST", "1") != "0"
 PATHS: dict[str, Path] = {"composite": composite, "cpu": cpu, "cuda": cuda}
 
@@ -26,7 +25,7 @@ class Choice(NamedTuple):
 
     Attributes:
         path: "composite", "cpu" or "cuda".
-        reason: why the call takes that path, and what the path runs.
+        reason: why the call takes that path, or which kernels the path runs.
 
     Beyond the paper: shows what the dispatcher decided.
     """
@@ -49,8 +48,8 @@ def batch_norm(
     """Normalize a mini-batch by its own statistics; return the output and the statistics.
 
     y = g(gamma * (x - mu_B) / sqrt(sigma_B^2 + eps) + beta + residual), with mu_B and sigma_B^2 taken over the batch
-    and every dimension that is not a feature dimension. Nothing is changed in place. The moments are differentiable
-    too.
+    and every dimension that is not a feature dimension. Nothing is changed in place. The returned statistics are
+    differentiable.
 
     Args:
         x: the input, of shape (N, C), (N, C, L), (N, C, H, W), ...: batch, features, locations.
@@ -163,8 +162,8 @@ def normalize_batch_(
 def train_(call: Call) -> Tensor | None:
     """Run a training call on its device's fast path, and return the output.
 
-    Returns None, without updating anything, if the fast path does not apply. The caller need not check the arguments
-    first.
+    Returns None, without updating anything, if the fast path does not apply. The arguments need not be checked before
+    this call.
     """
     if not FAST:
         return None
@@ -210,7 +209,8 @@ def normalize(
     features.check("var", var)
     path = choose(call).path
     if path == "cuda" and torch.compiler.is_compiling():
-        path = "composite"  # the compiler fuses this single pass with the operations around it
+        # torch.compile can fuse plain operations, but not a call of our kernel, with the operations around them.
+        path = "composite"
     return features.restore(PATHS[path].normalize(call, features.flat_vector(mean), features.flat_vector(var)))
 
 
@@ -244,8 +244,8 @@ def choose(call: Call) -> Choice:
     if not FAST:
         return Choice("composite", "BATCHNORM_FAST=0 disables every fast path")
     if torch.compiler.is_compiling():
-        # The compiler fuses plain operations. On CUDA, no tensor size was found at which the compiled code is clearly
-        # faster than the fused kernels (docs/compile.md).
+        # On CUDA, use this library's kernels even if torch.compile could fuse plain operations: we found no tensor size
+        # at which the compiled code is clearly faster (docs/compile.md).
         if x.device.type != "cuda":
             return Choice("composite", "torch.compile fuses plain operations itself")
     elif is_transformed():

@@ -64,7 +64,7 @@ def batch_moments(
             m *= x.shape[d]
         count = torch.full((), m, dtype=x.dtype, device=x.device)
     else:
-        # Use `where` instead of a product, because masked positions may hold inf or NaN.
+        # Use `where` instead of multiplying by the mask, because masked positions may hold inf or NaN.
         x = torch.where(mask, x, 0)
         count = mask.sum(dtype=x.dtype)
     total = count.clamp(min=1)
@@ -85,7 +85,8 @@ def batch_moments(
 def merge(parts: Moments) -> Moments:
     """Merge moments, stacked along their first dimension, into the moments of all samples together.
 
-    With sums over the parts b, the results are m = sum(m_b), mean = sum(m_b mean_b) / m and
+    Each part b, such as a mini-batch or the samples of one rank, has the count m_b, the mean mean_b and the variance
+    var_b. With sums over b, the results are m = sum(m_b), mean = sum(m_b mean_b) / m and
     var = sum(m_b (var_b + (mean_b - mean)^2)) / m. Empty parts (count 0) are ignored, even if their mean or variance is
     NaN.
 
@@ -103,7 +104,7 @@ def merge(parts: Moments) -> Moments:
     seen = counts > 0
     weight = counts / count.clamp(min=1)
     means = torch.where(seen, parts.mean, 0)
-    # Add differences from one part's mean, so that no precision is lost if all means are large.
+    # Average the differences from one part's mean, so that no precision is lost if all means are large.
     base = means[parts.count.argmax()].detach()
     delta = torch.where(seen, means - base, 0)
     shift = (weight * delta).sum(0)
@@ -123,13 +124,13 @@ class AveragedMoments:
     count: float
     """The sum of all m_B."""
     mean: Tensor
-    """E_B[mu_B]"""
+    """The average mean, E_B[mu_B]."""
     var: Tensor
-    """E_B[sigma_B^2]"""
+    """The average biased variance, E_B[sigma_B^2]."""
     mean_spread: Tensor
-    """E_B[(mu_B - E_B[mu_B])^2]"""
+    """The variance of the means, E_B[(mu_B - E_B[mu_B])^2]."""
     var_spread: Tensor
-    """E_B[(sigma_B^2 - E_B[sigma_B^2])^2]"""
+    """The variance of the variances, E_B[(sigma_B^2 - E_B[sigma_B^2])^2]."""
 
 
 class MomentAccumulator:
@@ -172,7 +173,7 @@ class MomentAccumulator:
         self._pending = []
         m = torch.tensor([float(c) for c in counts], dtype=torch.float64)
         means, variances = (torch.stack(column).cpu().double()[m > 0] for column in moments)
-        m = m[m > 0]  # an empty batch has no moments
+        m = m[m > 0]
         if len(m) == 0:
             return
         if self._unbiased:
@@ -195,7 +196,7 @@ def _average(
     batches: int, m: Tensor, means: Tensor, variances: Tensor, mean_spreads: Tensor, var_spreads: Tensor
 ) -> AveragedMoments:
     weight = _column(m / m.sum(), means)
-    # Add differences from the first mean, so that no precision is lost if all means are large.
+    # Average the differences from the first mean, so that no precision is lost if all means are large.
     mean = means[0] + (weight * (means - means[0])).sum(0)
     var = (weight * variances).sum(0)
     mean_spread = (weight * (mean_spreads + (means - mean).square())).sum(0)

@@ -31,8 +31,8 @@ def recompute() -> Iterator[None]:
     Use this context manager around a forward pass. For conv-BN-ReLU-conv with the ReLU fused into BN, autograd then
     keeps only BN's input x, instead of x and the second convolution's input. The backward pass recomputes the second
     convolution's input from x. The recomputed tensor is the same bit for bit, so gradients do not change. Running
-    averages are not updated again. A concatenation is recomputed from its parts if keeping the parts takes no more
-    memory.
+    averages are not updated again. A concatenation is recomputed from its inputs if keeping the inputs takes no more
+    memory than keeping the concatenation.
 
     Some tensors are kept as usual:
 
@@ -75,13 +75,14 @@ def remember(y: Tensor, again: Callable[..., Tensor], *sources: Tensor | None) -
     """Inside :func:`recompute`, register that ``again(*sources)`` recomputes ``y`` with the same bits and strides."""
     if torch.compiler.is_compiling() or _local.registry is None or not y.requires_grad:
         return
-    with torch._C.DisableTorchFunction():  # _Concatenations must not intercept these operations
+    with torch._C.DisableTorchFunction():  # keeps _Concatenations from intercepting these operations
         _local.registry.remember(y, again, sources)
 
 
 def is_active() -> bool:
     """Return whether this thread is inside :func:`recompute`."""
-    # Layers call this function on every pass; the global count makes the call cheap if no context is open.
+    # Check the global count first: layers call this function in every forward pass, and reading a thread-local variable
+    # is slower.
     return _active > 0 and _local.registry is not None
 
 
@@ -117,15 +118,16 @@ class Recomputed:
         """Keep the value for later readers."""
         if self.value is None:
             torch.autograd.Variable._execution_engine.queue_callback(self.forget)
-        self.value = value, _stream(value)  # on another stream, the value may not be ready
+        # `read` uses the value only on the same stream, because on other streams it may not be ready.
+        self.value = value, _stream(value)
 
     def forget(self) -> None:
-        """Free the value, and reset the number of readers left for the next backward pass."""
+        """Free the value, and reset the count of operations that will read it in the next backward pass."""
         self.value, self.left = None, self.readers
 
 
 class Kept:
-    """Hold a saved tensor: the tensor itself, or a recipe and the shape, strides and offset of the view to return."""
+    """Hold a saved tensor or, instead, a recipe for it and its shape, strides and offset in the recomputed tensor."""
 
     def __init__(self, tensor: Tensor, *, counted: bool) -> None:
         self.tensor: Tensor | None = tensor.detach()
@@ -135,7 +137,7 @@ class Kept:
         self.place: tuple[Any, ...] = ()
 
     def follow(self, recipe: Recomputed) -> None:
-        """Replace the tensor with the recipe for its memory, unless the memory was written to or the dtypes differ."""
+        """Replace the tensor with the recipe, unless the recipe is for another version or dtype of the tensor."""
         t = self.tensor
         if t is None or (self.version, t.dtype) != (recipe.version, recipe.dtype):
             return
@@ -162,23 +164,23 @@ class Kept:
 
 
 class Registry:
-    """Record, during one forward pass, which memory can be recomputed."""
+    """Record, during one forward pass, which tensors can be recomputed."""
 
     def __init__(self) -> None:
         self.recipes: dict[int, Recomputed] = {}
-        # The last Kept of each storage that has no recipe yet. An operation may save its output before `remember`
-        # registers the output's recipe; `remember` then makes the Kept drop the tensor.
+        # An operation may save its output before `remember` registers a recipe for the output. So this dict holds, for
+        # each storage without a recipe, the Kept that was saved last; `remember` replaces its tensor with the recipe.
         self.waiting: weakref.WeakValueDictionary[int, Kept] = weakref.WeakValueDictionary()
 
     def pack(self, t: Tensor) -> Kept:
-        """Keep a tensor for autograd."""
+        """Return the object that autograd saves in place of a tensor."""
         kept = self.keep(t, counted=True)
         if kept.tensor is not None:
             self.waiting[_address(t)] = kept
         return kept
 
     def keep(self, t: Tensor, *, counted: bool = False) -> Kept:
-        """Keep a tensor, or only its recipe if there is one."""
+        """Return an object that holds the tensor or, if there is a recipe for it, only the recipe."""
         kept = Kept(t, counted=counted)
         recipe = self.recipes.get(_address(t))
         if recipe is not None:
@@ -186,9 +188,9 @@ class Registry:
         return kept
 
     def remember(self, y: Tensor, again: Callable[..., Tensor], sources: tuple[Tensor | None, ...]) -> None:
-        """Record how to recompute ``y``, and drop ``y`` if it was already kept."""
-        # A recipe keeps its sources alive, so drop the recipes whose output has been freed. Until then, the recipe's
-        # weak reference keeps the StorageImpl allocated, so that no other storage can get the same _cdata.
+        """Record how to recompute ``y``; if autograd has already saved ``y``, replace it with the recipe."""
+        # Drop the recipes whose outputs have been freed, because a recipe keeps its sources alive. Every other recipe
+        # has a weak reference to its output's StorageImpl, so no other storage can get the same _cdata, the dict's key.
         self.recipes = {at: recipe for at, recipe in self.recipes.items() if not recipe.storage.expired()}
         recipe = Recomputed(y, again, [None if source is None else self.keep(source) for source in sources])
         self.recipes[_address(y)] = recipe
@@ -220,7 +222,7 @@ class _Local(threading.local):
 
 
 _local = _Local()
-_active = 0  # the number of open contexts in all threads
+_active = 0  # the number of active `recompute` contexts in all threads
 _lock = threading.Lock()
 
 
@@ -231,7 +233,8 @@ def _count(step: int) -> None:
 
 
 def _address(t: Tensor) -> int:
-    # Sparse tensors have no storage. No recipe has the address -1, because only strided tensors get a recipe.
+    # Sparse tensors have no storage, so return -1 for them. No recipe has this key, because only strided tensors have
+    # recipes.
     return t.untyped_storage()._cdata if t.layout is torch.strided else -1
 
 

@@ -1,7 +1,7 @@
-"""Algorithm 1 and the gradients of Section 3 as the paper writes them; tests check every path against them.
+"""Algorithm 1 and the gradients of Section 3 as the paper writes them; tests check every implementation against them.
 
-The input has shape (m,) for one activation, or (m, K) for K activations side by side. Every sum runs over the m
-examples. Nothing here is fast: read it next to the paper, and run it in float64.
+The input has shape (m,) for one activation, or (m, K) for K activations. Every sum runs over the m examples. This code
+is meant to be compared with the paper and run in float64; it is not fast.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Update running averages in place, by the rules that every path follows.
+"""Update running averages in place, by the rules that every path (composite, CPU and CUDA) follows.
 
 The rules:
 
@@ -41,7 +41,7 @@ class Running(NamedTuple):
     num_skipped: Tensor
 
 
-# A Running or a plain tuple of the same tensors; the tuple is faster to create.
+# A Running, or a plain tuple of the same tensors, which is faster to create.
 Kept = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
@@ -63,16 +63,16 @@ def update_(running: Kept, moments: Moments, momentum: float | None, *, plain: b
     Paper: Sec. 3.1, moving averages
     """
     if plain:
-        # Do not use the operator: with few features, calling it would take longer than the update.
+        # Do not call the operator update_running_: with few features, its overhead takes longer than the update.
         _update_cpu(*running, *moments, momentum)
         return
     new = (moments.count.detach(), moments.mean.detach(), moments.var.detach())
     if is_transformed():
-        # torch.func transforms have rules for plain operations, but not for our operator.
+        # torch.func transforms support plain operations, but not the operator update_running_.
         mean, var, batches, skipped = running
         if is_wrapped(batches) and not is_wrapped(skipped):
-            # The caller passed the buffers of a state dict, which does not contain num_skipped. A transform cannot
-            # change a tensor that was not passed to the function, so discard the count.
+            # The transformed function got its buffers from a state dict, which does not contain num_skipped. The
+            # function cannot change a tensor that was not passed to it, so discard the count.
             skipped = torch.zeros_like(batches)
         _update(mean, var, batches, skipped, *new, momentum)
     else:
@@ -94,8 +94,6 @@ def _update(
         return
     usable = mean.isfinite().all() & var.isfinite().all() & (count > 1)
     num_batches.add_(usable)
-    # A batch with fewer than two values per feature has no unbiased variance. Such a batch is ignored but not
-    # counted as skipped.
     num_skipped.add_(~usable & (count > 1))
     factor = momentum if momentum is not None else 1 / num_batches.to(mean.dtype)
     unbiased = Moments(count, mean, var).unbiased_var
@@ -126,14 +124,16 @@ def _update_cpu(
     num_batches.add_(1)
     factor = momentum if momentum is not None else 1 / int(num_batches)
     running_mean.lerp_(mean.to(running_mean.dtype), factor)
-    # m/(m-1) var = var + var/(m-1)
+    # Average the unbiased variance in two steps: m/(m-1) var = var + var/(m-1).
     var = var.to(running_var.dtype)
     running_var.lerp_(var, factor).add_(var, alpha=factor / (m - 1))
 
 
 def _update_meta(*args: Tensor | float | None) -> None:
-    """Do nothing if all tensors are on the meta device; raise RuntimeError if only some of them are."""
-    # The dispatcher calls this function if at least one tensor is on the meta device.
+    """Do nothing if all tensors are on the meta device; raise RuntimeError if only some of them are.
+
+    The dispatcher calls this function if at least one tensor is on the meta device.
+    """
     if not all(arg.is_meta for arg in args if isinstance(arg, Tensor)):
         raise RuntimeError(
             "some of a layer's running averages and counters are on 'meta', so the averages cannot be updated; load a"

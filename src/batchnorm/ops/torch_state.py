@@ -1,4 +1,4 @@
-"""Query torch's state during a call: recomputation, transforms, tracers, modes."""
+"""Query torch's state: whether a transform, tracer, mode or compiler is active, or activations are recomputed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def is_recomputation() -> bool:
 
 def is_transformed() -> bool:
     """Return whether a ``torch.func`` transform (vmap, grad, jvp, ...) is active."""
-    # torch.compile traces the transforms itself.
+    # Return False in compiled code, because torch.compile traces transforms itself.
     return not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None
 
 
@@ -55,7 +55,7 @@ def is_plain(x: Tensor) -> bool:
 
 
 def is_unseen(*tensors: Tensor | None) -> bool:
-    """Return whether only autograd needs to see an operation on these tensors.
+    """Return whether nothing except autograd intercepts torch operations on these tensors.
 
     That is the case if no compiler, transform, tracer, mode or tensor subclass is involved.
     """

@@ -12,7 +12,7 @@ from ..pictures import BLUE, ORANGE, picture
 from .runs import Run
 
 TARGETS = (*(k / 10 for k in range(1, 10)), 0.95, 0.96, 0.97, 0.98)
-SHOWN = 6  # the table has at most this many accuracies: the highest that a run reached
+SHOWN = 6  # the largest number of accuracies in the table of steps_to
 COLOURS = {False: ORANGE, True: BLUE}
 
 
@@ -20,7 +20,7 @@ def draw(runs: Sequence[Run], out: Path) -> list[Path]:
     """Draw ``fig1.png`` and ``fig1.svg`` into ``out`` from a run without and a run with batch normalization.
 
     Args:
-        runs: runs whose ``config`` has ``batch_norm``; the first run with each of its two values is drawn.
+        runs: runs whose ``config`` has ``batch_norm``; the first run with False and the first run with True are drawn.
         out: the folder.
 
     Raises:
@@ -87,8 +87,8 @@ def _thousands(axis: Any) -> None:
 def steps_to(runs: Sequence[Run]) -> list[list[str]]:
     """Tabulate the first step at which each run reached given accuracies; the first row is the header.
 
-    The table has the highest accuracies of TARGETS that any run reached, at most SHOWN of them. It is empty if no run
-    reached one.
+    The table has the highest accuracies of TARGETS that any run reached, at most SHOWN of them. The table is
+    empty if no run reached any of them.
 
     Paper: Fig. 1 a, "train faster"
     """
@@ -148,6 +148,6 @@ def _drift_rows(plain: Run, bn: Run) -> list[list[str]]:
     kinds: tuple[Literal["z", "x"], ...] = ("z", "x")
     for of in kinds:
         values = [float(drift(r.percentiles, r.layers[-1], of).sum(0).median()) for r in (plain, bn)]
-        what = f"total drift of {names[of]}, last hidden layer, median unit, in widths of its distribution"
+        what = f"total drift of {names[of]} in the last hidden layer, relative to the distribution's width; median unit"
         rows.append([what, quotes[of], *(f"{v:.1f}" for v in values)])
     return rows

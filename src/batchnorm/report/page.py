@@ -36,8 +36,9 @@ MEASURES = (
     {
         "key": "x",
         "name": "drift of x = Wu, before normalization",
-        "text": "The same measure for x = Wu, the input of batch normalization. Nothing fixes the mean and variance of"
-        " x.",
+        "text": "How far the distribution of a unit's x = Wu, the input of batch normalization, moved since the"
+        " previous record, relative to the width of the distribution; median over the layer's units. Nothing fixes the"
+        " mean and variance of x.",
     },
     {
         "key": "gradient",
@@ -171,7 +172,7 @@ def _tables(runs: Sequence[Run], sections: Sequence[PageSection]) -> str:
     config = _config(runs)
     parts = [
         *sections,
-        ("At the end", "Accuracy with each kind of statistics (Algorithm 2).", _final(runs)),
+        ("At the end", "Final accuracy with each kind of statistics (Algorithm 2).", _final(runs)),
         ("Configuration", "Settings that differ between runs are bold.", config),
     ]
     return "\n".join(
@@ -212,7 +213,6 @@ def _table(rows: Sequence[Sequence[str]], mark: bool) -> str:
 
 
 def _page_data(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return the curves, percentiles and shift measures that the page's script draws, as JSON values."""
     accuracies = sorted({key for run in runs for key in run.curves if key.endswith(ACCURACIES)})
     return {"measures": MEASURES, "accuracies": accuracies, "runs": [_run_data(run) for run in runs]}
 

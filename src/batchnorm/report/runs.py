@@ -68,7 +68,7 @@ class Run:
         return next((step for step, value in self.accuracy if value >= accuracy), None)
 
     def drift_curve(self, layer: str, of: Literal["z", "x"]) -> Curve:
-        """Return, for each step, the median over units of the drift since the previous record."""
+        """Return the step of each record after the first, and the units' median drift since the previous record."""
         steps = [r.step for r in self.percentiles][1:]
         if not steps:
             return []
@@ -124,7 +124,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
 
 
 def _printable(name: str) -> str:
-    """Replace characters of a file's name that would control a terminal or cannot be encoded."""
+    """Replace characters that would control a terminal or cannot be encoded."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in name)
 
 
@@ -135,7 +135,7 @@ def _read(folder: Path, name: str) -> Run:
     for where, line in (*_lines(folder / "metrics.jsonl"), *_lines(folder / "monitor.jsonl")):
         step = line.pop("step", None)
         if step is None or line.get("final"):
-            continue  # a summary of the run, not a step
+            continue  # the line is not about a step, but about the whole run
         if not (_is_number(step) and isinstance(step, int) and 0 <= step < LAST_STEP):
             raise ValueError(f"{where}: step is {_short(step)}, not a whole number from 0 to 2^53 - 1")
         if "percentiles" in line:
@@ -228,9 +228,9 @@ def _by_layer(line: dict[str, Any], key: str, read: Callable[[Any], T], where: s
         try:
             found[layer] = read(table)
         except KeyError as error:
-            raise ValueError(f"{where}: the {key} of layer '{layer}' have no entry {error}") from error
+            raise ValueError(f"{where}: {key} of layer '{layer}' has no entry {error}") from error
         except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-            raise ValueError(f"{where}: the {key} of layer '{layer}' cannot be read: {error}") from error
+            raise ValueError(f"{where}: {key} of layer '{layer}' cannot be read: {error}") from error
     return found
 
 
@@ -252,7 +252,6 @@ def _change(table: Any) -> Change:
 
 
 def _check_shapes(records: Sequence[Record], folder: Path) -> None:
-    """Check that a layer has the same numbers of percentiles and units at every step."""
     shapes: dict[str, torch.Size] = {}
     for record in records:
         for layer, (z, _) in record.percentiles.items():

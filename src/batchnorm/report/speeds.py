@@ -124,7 +124,7 @@ def _speedup(row: Result | None) -> str:
 
 
 def _footnotes(result: Result, measured: list[str]) -> str:
-    """Return sentences about goals, modes that are not measured yet, italics and reduced batches."""
+    """Return sentences about the goals, italics, modes that are not measured yet, and reduced batches."""
     judged = [bar for bar in result["bars"] if bar["reached"] is not None]
     missed = [
         f"{bar['what']} {bar['measured']:.2f} (goal: at {'least' if bar['at_least'] else 'most'} {bar['wanted']:g})"
@@ -146,7 +146,7 @@ def _footnotes(result: Result, measured: list[str]) -> str:
 
 
 def _other_uses(rows: list[Result], names: list[str]) -> list[str]:
-    """Return a line with other modes' speedups for each network and batch size, and a line about those modes."""
+    """Return, for each network and batch size, a line with the speedups in modes outside ``MODES``, then a note."""
     found: dict[tuple[str, int], list[str]] = {}
     for row in rows:
         if row["mode"] not in MODES:
@@ -156,7 +156,7 @@ def _other_uses(rows: list[Result], names: list[str]) -> list[str]:
         for (name, batch), told in found.items()
     ]
     explained = (
-        "ddp and fsdp2 were timed in one process on one GPU. `batchnorm bench networks --help` explains these uses."
+        "ddp and fsdp2 were timed in one process on one GPU. `batchnorm bench networks --help` explains all these uses."
     )
     return [*lines, explained] if lines else []
 
@@ -230,7 +230,10 @@ def _input(r: Result) -> str:
 
 def _crops(r: Result) -> str:
     share = r["share of forward"]
-    return f"{share['crops']:.2f} of the forward pass's rate from decoded images, {share['files']:.2f} from JPEG files"
+    return (
+        f"{share['crops']:.2f} times the speed of the forward pass alone; with JPEG decoding,"
+        f" {share['files']:.2f} times"
+    )
 
 
 def _bench_fig1(r: Result) -> str:
@@ -240,14 +243,16 @@ def _bench_fig1(r: Result) -> str:
 
 
 def _monitor(r: Result) -> str:
-    return ", ".join(f"{value:+.1%} {name}" for name, value in r["added"].items() if name != "no monitor")
+    return ", ".join(
+        f"{value:+.1%} with percentiles recorded {name}" for name, value in r["added"].items() if name != "no monitor"
+    )
 
 
 def _algorithm2(r: Result) -> str:
     rows = r["rows"]
     return (
         f"`estimate_` takes {rows['estimate_, layers of batchnorm']['estimate_ / training']:.2f}x the time of a forward"
-        f" pass; a folded network takes {rows['fold']['fold / torch.fx']:.2f}x the time of torch.fx's"
+        f" pass; a folded network {rows['fold']['fold / torch.fx']:.2f}x that of one folded by torch.fx"
     )
 
 
@@ -260,9 +265,9 @@ SPEED = [
     Row("BN-Inception: its peak memory", "bench memory", "", "memory-h200.json", _memory),
     Row("ResNet-18: accuracy after training", "bench learning --data DIR", "", "same-learning-h200.json", _learning),
     Row("images decoded and cropped, per core", "bench input DIR", "", "bench-input.json", _input),
-    Row("144 crops of an image", "bench crops", "", "bench-crops-h200.json", _crops),
-    Row("Figure 1's training against plain eager", "bench fig1", "", "bench-fig1.json", _bench_fig1),
-    Row("cost of `bn.Monitor`", "bench monitor", "", "bench-monitor.json", _monitor),
+    Row("evaluation with 144 crops", "bench crops", "", "bench-crops-h200.json", _crops),
+    Row("Figure 1's training against eager PyTorch", "bench fig1", "", "bench-fig1.json", _bench_fig1),
+    Row("training time that `bn.Monitor` adds", "bench monitor", "", "bench-monitor.json", _monitor),
     Row("`estimate_` and `fold`", "bench algorithm2", "", "algorithm2.json", _algorithm2),
 ]
 

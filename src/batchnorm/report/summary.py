@@ -20,13 +20,13 @@ NOT_RUN = "Not yet run."
 def _fig1(r: Result) -> str:
     runs = r["runs"]
     plain, folded = runs["without-bn"]["accuracy"]["running"], runs["with-bn"]["accuracy"]["folded"]
-    return f"{folded:.1%} with BN (folded), {plain:.1%} without, at rate {r['options']['rate']}"
+    return f"accuracy {folded:.1%} with BN (folded), {plain:.1%} without BN, at learning rate {r['options']['rate']}"
 
 
 def _comparison(r: Result) -> str:
     plain, normalized = r["best against best"]
-    return ", ".join(
-        f"{normalized['mean'][i]:.1%} against {plain['mean'][i]:.1%} at step {plain['steps'][i]:,}" for i in (0, -1)
+    return "accuracy with / without BN: " + ", ".join(
+        f"{normalized['mean'][i]:.1%} / {plain['mean'][i]:.1%} at step {plain['steps'][i]:,}" for i in (0, -1)
     )
 
 
@@ -37,14 +37,14 @@ def _fig2(r: Result) -> str:
         told.append(f"up to {max(fewer):.1f} times fewer steps")
         tuned = [n["times fewer than best-tuned"] for n in run.values() if n["times fewer than best-tuned"]]
         if tuned and r["best-tuned baseline"] != "inception":
-            told[0] += f" ({max(tuned):.1f} against the best unnormalized)"
+            told[0] += f" ({max(tuned):.1f} against the best unnormalized network)"
     if "inception" in run:
         best = max(n["maximum"] for n in run.values())
-        told.append(f"{best:.1%} against {run['inception']['maximum']:.1%}")
+        told.append(f"accuracy {best:.1%} (Inception: {run['inception']['maximum']:.1%})")
     if at_best := r.get("at its best rate"):
         fewer = [n["times fewer steps"] for n in at_best.values() if n["times fewer steps"]]
         most, top = max(fewer, default=0.0), max(n["maximum"] for n in at_best.values())
-        told.append(f"each at its best rate: {most:.1f} times fewer steps, {top:.1%}")
+        told.append(f"at best rates {most:.1f} times fewer steps, {top:.1%}")
     if missing := len(r["not yet run"]):
         told.append(f"{missing} runs not yet run")
     return "; ".join(told)
@@ -54,7 +54,10 @@ def _fig4(r: Result) -> str:
     errors = {(row["model"], row["crops"]): row["top5"] for row in r["rows"]}
     single, ensemble = errors["single crop, mean over networks", "1"], errors["ensemble", "144"]
     many = f"{len(r['members'])} networks and 144 crops"
-    return f"{ensemble:.1%} with {many}, {single:.1%} with one network and one crop ({r['data']['classes']} classes)"
+    return (
+        f"top-5 error {ensemble:.1%} with {many}, {single:.1%} with one network and one crop"
+        f" ({r['data']['classes']} classes)"
+    )
 
 
 def _section2(r: Result) -> str:
@@ -67,8 +70,8 @@ def _init(r: Result) -> str:
         widths = [row["std"] for row in r["final test accuracy"] if row["network"] == network and row["mean"] > 0.9]
         return f"{min(widths):g} to {max(widths):g}" if widths else "none"
 
-    told = f"{trained('without BN')} without, {trained('with BN')} with BN"
-    return f"standard deviations of the initial weights that train past 90%: {told}"
+    told = f"{trained('without BN')} without BN, {trained('with BN')} with BN"
+    return f"std of the initial weights for over 90% accuracy: {told}"
 
 
 def _jacobian(r: Result) -> str:
@@ -81,15 +84,15 @@ def _jacobian(r: Result) -> str:
         return f"{min(shares):.0%} to {max(shares):.0%}"
 
     names = ("with BN", "without BN")
-    told = ", ".join(f"{near(name, 'J')} {name}" for name in names)
-    return f"between 1/2 and 2: {told} (random matrices: {', '.join(near(name, 'random') for name in names)})"
+    told = ", ".join(f"{near(name, 'J')} {name} (random: {near(name, 'random')})" for name in names)
+    return f"between 1/2 and 2: {told}"
 
 
 def _scale(r: Result) -> str:
     far = r["largest"]
     return (
-        f"outputs differ by at most {far['output']:.0%} of the bound that eps sets, gradients by at most"
-        f" {max(far['du'], far['dW']):.1%}"
+        f"outputs differ by at most {far['output']:.0%} of the bound that follows from eps, gradients by at"
+        f" most {max(far['du'], far['dW']):.1%} of their norm"
     )
 
 
@@ -97,7 +100,10 @@ def _saturation(r: Result) -> str:
     last = {(run["network"], run["std"]): max(run["saturated"][-1].values()) for run in r["runs"]}
     std = max((share, std) for (network, std), share in last.items() if network == "without BN")[1]
     without, with_bn = last["without BN", std], last["with BN", std]
-    return f"most saturated layer: {without:.0%} without, {with_bn:.0%} with BN (initial standard deviation {std:g})"
+    return (
+        f"saturated outputs in the worst layer: {without:.0%} without BN, {with_bn:.0%} with BN"
+        f" (std of the initial weights: {std:g})"
+    )
 
 
 def _placement(r: Result) -> str:
@@ -105,12 +111,14 @@ def _placement(r: Result) -> str:
         {x["nonlinearity"]: x["mean"] for x in r["runs"] if x["batch normalization"] == place}
         for place in ("before it", "after it")
     )
-    return "before / after: " + ", ".join(f"{name} {mean:.1%} / {after[name]:.1%}" for name, mean in before.items())
+    return "accuracy with BN before / after the nonlinearity: " + ", ".join(
+        f"{name} {mean:.1%} / {after[name]:.1%}" for name, mean in before.items()
+    )
 
 
 def _optimizers(r: Result) -> str:
     rows = [x["accuracy"][-1] for x in r["runs"] if x["network"] == "with BN"]
-    return f"{len(rows)} methods reach {min(rows):.1%} to {max(rows):.1%} with BN"
+    return f"{len(rows)} methods reach accuracies of {min(rows):.1%} to {max(rows):.1%} with BN"
 
 
 FIGURES = [
@@ -122,11 +130,17 @@ FIGURES = [
         "comparison.json",
         _comparison,
     ),
-    Row("Figures 2, 3", "reproduce fig2 --data DIR", "14 times fewer steps; 74.8% against 72.2%", "fig2.json", _fig2),
+    Row(
+        "Figures 2, 3",
+        "reproduce fig2 --data DIR",
+        "14 times fewer steps; accuracy 74.8% (Inception: 72.2%)",
+        "fig2.json",
+        _fig2,
+    ),
     Row("Figure 4", "reproduce fig4 --data DIR", "4.9% top-5 error", "fig4.json", _fig4),
-    Row("Section 2", "reproduce section2", "b grows, the loss does not change", "section2.json", _section2),
-    Row("Section 3.1", "reproduce optimizers", "any gradient method", "optimizers.json", _optimizers),
-    Row("Sections 3.2, 5", "reproduce placement", "before the nonlinearity", "placement.json", _placement),
+    Row("Section 2", "reproduce section2", "the bias b grows, the loss does not change", "section2.json", _section2),
+    Row("Section 3.1", "reproduce optimizers", "any variant of SGD can be used", "optimizers.json", _optimizers),
+    Row("Sections 3.2, 5", "reproduce placement", "normalize before the nonlinearity", "placement.json", _placement),
     Row("Section 3.3", "reproduce scale", "BN((aW)u) = BN(Wu)", "scale.json", _scale),
     Row("Section 3.3", "reproduce jacobian", "singular values near 1 (conjecture)", "jacobian.json", _jacobian),
     Row("Section 1", "reproduce saturation", "saturated modes are avoided", "saturation.json", _saturation),
@@ -154,7 +168,7 @@ def figures(results: Path) -> str:
             "![Figure 2: validation accuracy against training steps](results/fig2.png)",
             *_rates(fig2),
             f"Figures 2 and 3: {_images(fig2)} at {fig2['size']} px, {fig2['epochs']:g} epochs, {machine(fig2)},"
-            f" {seeds} ([seeds, sweeps and verdicts](docs/fig2.md)).",
+            f" {seeds} ([seeds, sweeps and verdicts](docs/fig2.md)). The paper's values are to the right of ours.",
             table([_narrow(row) for row in fig2["figure 3"]["rows"]]),
         ]
     if fig4 := read(results, "fig4.json"):
@@ -167,7 +181,7 @@ def figures(results: Path) -> str:
         recipe = next(iter(fig4["members"].values()))["recipe"]
         blocks += [
             f"Figure 4: {_images(fig4)} at {recipe['size']} px, {recipe['epochs']:g} epochs, {machine(fig4)}"
-            " ([each network](docs/fig4.md)).",
+            ' ([each network](docs/fig4.md)). Rows that start with "here" are ours, the others are the paper\'s.',
             table(rows),
             " ".join([_verdicts(fig4["steps"]), *_best_ensemble(fig4.get("best ensemble", []))]),
         ]
@@ -192,7 +206,8 @@ def _rates(r: Result) -> list[str]:
         )
     names = {"bn-baseline": "BN-Baseline", "bn-x5": "BN-x5"}
     at_best = [
-        f"{names[name]} takes {n['times fewer steps']:.1f} times fewer steps and reaches {n['maximum']:.1%}"
+        f"{names[name]} reaches Inception's best accuracy in {n['times fewer steps']:.1f} times fewer steps, and its"
+        f" own best accuracy is {n['maximum']:.1%}"
         for name, n in r.get("at its best rate", {}).items()
         if n["times fewer steps"]
     ]
@@ -214,13 +229,17 @@ def _verdicts(steps: list[Result]) -> str:
 
     >>> step = {"name": "144 crops instead of 1", "error": "top-1", "verdict": "confirmed"}
     >>> _verdicts([step, {**step, "error": "top-5"}])
-    'Do these changes lower the error? 144 crops instead of 1: top-1 confirmed, top-5 confirmed.'
+    'Is the error lower with 144 crops than with 1? Confirmed for top-1 and top-5.'
     """
-    found: dict[str, list[str]] = {}
+    found: dict[str, dict[str, list[str]]] = {}
     for step in steps:
-        found.setdefault(step["name"].rstrip(","), []).append(f"{step['error']} {step['verdict']}")
-    told = (f"{name}: {', '.join(verdicts)}" for name, verdicts in found.items())
-    return f"Do these changes lower the error? {'; '.join(told)}."
+        found.setdefault(step["name"].rstrip(","), {}).setdefault(step["verdict"], []).append(step["error"])
+    told = []
+    for name, verdicts in found.items():
+        new, _, old = name.partition(" instead of ")
+        answer = "; ".join(f"{verdict} for {' and '.join(errors)}" for verdict, errors in verdicts.items())
+        told.append(f"Is the error lower with {new} than with {old}? {answer[:1].upper()}{answer[1:]}.")
+    return " ".join(told)
 
 
 def _best_ensemble(chosen: list[Result]) -> list[str]:
@@ -228,11 +247,12 @@ def _best_ensemble(chosen: list[Result]) -> list[str]:
 
     >>> step = {"error": "top-1", "before": 0.5, "after": 0.4, "networks": ["a", "b"], "verdict": "confirmed"}
     >>> print(*_best_ensemble([step]))
-    The best network and the best ensemble are chosen on every second image and compared on the other images. For top-1, the best ensemble has 2 networks and changes the error from 50.00% to 40.00% (confirmed).
+    The best network and the best ensemble are chosen on every second image and compared on the other images. For top-1, the best network has an error of 50.00%, and the best ensemble, of 2 networks, has an error of 40.00%. A lower error of the ensemble is confirmed.
     """  # noqa: E501
     told = [
-        f"For {step['error']}, the best ensemble has {len(step['networks'])} networks and changes the error from"
-        f" {step['before']:.2%} to {step['after']:.2%} ({step['verdict']})."
+        f"For {step['error']}, the best network has an error of {step['before']:.2%}, and the best ensemble, of"
+        f" {len(step['networks'])} networks, has an error of {step['after']:.2%}. A lower error of the ensemble is"
+        f" {step['verdict']}."
         for step in chosen
     ]
     start = "The best network and the best ensemble are chosen on every second image and compared on the other images."
@@ -256,7 +276,7 @@ def pages(root: Path) -> dict[Path, str]:
     }
     for name in ("fig2", "fig4"):
         written = results / name / f"{name}.md"
-        # Leave out the long table at the end, which says where each run ran.
+        # Leave out the long table at the end, which lists the hardware and versions of each run.
         tables = written.read_text().partition("\n## The runs\n")[0] if written.exists() else NOT_RUN
         contents[f"docs/{name}.md"] = [_beneath(tables)]
     tuned = read(results, "fine-tuning.json")
@@ -291,7 +311,7 @@ def _beneath(text: str) -> str:
 
 
 def _between_markers(page: str, texts: list[str]) -> str:
-    """Return the page with the text between each pair of markers replaced, in order."""
+    """Return the page with the text between its pairs of markers replaced by ``texts``, in order."""
     before, *rest = page.split(MARKERS[0])
     return before + "".join(
         f"{MARKERS[0]}\n{text}\n{MARKERS[1]}{part.partition(MARKERS[1])[2]}"

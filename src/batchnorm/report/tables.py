@@ -11,7 +11,7 @@ Result = dict[str, Any]
 
 
 class Row(NamedTuple):
-    """A row: what is measured, the command, what the paper says, the result file, and a function to summarize it."""
+    """A row: what is measured, the command, what the paper says, the result file, and a function that summarizes it."""
 
     what: str
     command: str
@@ -35,7 +35,7 @@ def cells(row: Row, results: Path) -> list[str]:
 
 
 def machine(result: Result) -> str:
-    """Return the hardware, the version of torch and, if the command has this option, the number of seeds."""
+    """Return the hardware, the version of torch and, if the result's options include it, the number of seeds."""
     env = result.get("environment") or result["hardware"]
     name = env.get("gpu") or env.get("device") or f"{env['hardware']}, {env['cores']} cores"
     seeds = result.get("options", {}).get("seeds")

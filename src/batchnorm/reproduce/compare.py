@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
@@ -27,7 +27,7 @@ from ..train.metrics import curve, read
 from ..train.own_network import Change
 from ..train.recipe import PAPERS_FIELDS
 from ..train.resume import claim_folder
-from ..train.train_command import Overrides, RecipeName, check_before_training, resolve
+from ..train.train_command import RecipeName, check_before_training, make_overrides, resolve
 from .imagenet.curves import STUDENT, best, mean_curve, times_fewer
 from .imagenet.fig2_tables import Section, markdown
 from .imagenet.sharing import checked_gpu
@@ -42,10 +42,16 @@ RULE = (
 )
 
 
+if TYPE_CHECKING:
+    _Overrides = Recipe
+else:
+    _Overrides = make_overrides("rate", "seed", "normalize", "start", "freeze_statistics")
+
+
 def compare(
     options: Annotated[Options, OmitArgPrefixes, arg(name="run")],
     recipe: RecipeName = "bn-x5",
-    overrides: Annotated[Overrides, OmitArgPrefixes] = Overrides(),  # noqa: B008 - frozen
+    overrides: Annotated[_Overrides, OmitArgPrefixes] = _Overrides(),  # noqa: B008 - frozen
     rates: tuple[float, ...] = (0.003, 0.01, 0.03, 0.1),
     seeds: int = 3,
     jobs: int = 1,
@@ -65,7 +71,7 @@ def compare(
         recipe: the paper's recipe that sets the schedule and the augmentation.
         overrides: fields of the recipe to change.
         rates: learning rates to try.
-        seeds: number of runs of each network at each rate.
+        seeds: number of runs of each network at each rate, at least 2.
         jobs: number of runs to train in parallel.
         minutes: save and stop after this many minutes.
 
@@ -75,11 +81,6 @@ def compare(
     at_least(2, seeds=seeds)
     at_least(1, jobs=jobs)
     at_least(0, minutes=minutes)
-    for name, option in (("rate", "rate"), ("seed", "seed"), ("normalize", "normalize"), ("start", "from")):
-        if getattr(overrides, name) is not None:
-            raise ValueError(
-                f"compare does not take --{option}: remove it, and choose the runs with --rates and --seeds"
-            )
     if not overrides.factory:
         raise ValueError("nothing to compare: name your own network with --network FILE.py:FUNCTION")
     chosen = resolve(RECIPES[recipe], overrides)
@@ -107,8 +108,9 @@ def compare(
         for kind in changes
     }
     trainings = [job for network in networks.values() for job in network.jobs]
+    # Raise an error before any training if the folder of a run has other settings.
     for one in trainings:
-        if (one.folder / "recipe.json").exists():  # before any training, reject folders with other settings
+        if (one.folder / "recipe.json").exists():
             claim_folder(one.folder, one.recipe, data, planned_steps=planned)
     waiting = [one for one in trainings if not one.finished()]
     print(
@@ -235,13 +237,14 @@ def difference(before: Sequence[float], after: Sequence[float], images: int) -> 
     [0.25, 0.12, 0.38]
     """
     gap, half = statistics.fmean(after) - statistics.fmean(before), _half_width([before, after], images)
-    return gap, gap - half, gap + half
+    return gap, max(gap - half, -1.0), min(gap + half, 1.0)
 
 
 def _half_width(groups: Sequence[Sequence[float]], images: int) -> float:
-    """Return half the width of the 95% interval of one group's mean, or of the difference of two groups' means.
+    """Return half the width of the 95% interval of a mean accuracy, or of the difference of two mean accuracies.
 
-    The width combines Welch's t over seeds with the sampling error of the images.
+    ``groups`` has one or two networks' accuracies, one per seed. The width combines Welch's t over seeds with the
+    sampling error of the images.
     """
     means = [statistics.fmean(values) for values in groups]
     of_images = 1.96 * math.sqrt(sum(p * (1 - p) for p in means) / images)

@@ -1,4 +1,4 @@
-"""Shared by the commands that test a claim: their options, and the code that writes a JSON file and a picture."""
+"""Options and output of the commands that test a claim of the paper: a JSON file, a picture and verdicts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ COUNTS = ("steps", "batch_steps", "bias_steps", "marks", "seeds", "examples", "p
 
 @dataclass(frozen=True)
 class Experiment:
-    """The options shared by the commands that test a claim.
+    """The options shared by the commands that test a claim of the paper.
 
     A command's name is the name of its class in lower case.
     """
@@ -73,7 +73,7 @@ def publish(
     """
     name, out = options.name, options.out
     given = {key: value for key, value in asdict(options).items() if key != "out"}
-    # map_on_cores gives each run one thread, however many threads this process uses.
+    # Record one thread, because `map_on_cores` gives each run one thread, however many threads this process uses.
     result = {"claim": claim, "options": given, "environment": {**environment(), "threads": 1}, **findings}
     result["verdicts"] = dict(verdicts)
     path = write_json(out / f"{name}.json", result)

@@ -33,9 +33,9 @@ OURS: dict[type, type[BatchNorm]] = {
     nn.BatchNorm3d: BatchNorm3d,
 }
 THEIRS: dict[type, type[TorchBatchNorm]] = {ours: theirs for theirs, ours in OURS.items()}
-# The attributes that only layers of this library have.
+# The attributes that this library's layers have, but torch.nn's layers do not.
 OWN = ("activation", "statistics", "on_single", "_frozen", "_ranks_checked")
-# convert holds this lock, because tracing patches torch's classes and functions, and seeds generators, for all threads.
+# convert holds this lock, because tracing patches torch and seeds random number generators, which affects all threads.
 _ALONE = RLock()
 BY_DIMENSIONS = {2: BatchNorm1d, 3: BatchNorm1d, 4: BatchNorm2d, 5: BatchNorm3d}
 
@@ -67,8 +67,8 @@ def convert(
     conversion.
 
     A trace does not notice changes to Python globals or classes, side effects such as ``print``, calls of ``type(x)``,
-    or random numbers from a generator of the user's own. Use ``rewrite=False`` for networks whose forwards depend on
-    something that a trace does not notice.
+    or random numbers from a generator that the user created. Use ``rewrite=False`` for networks whose forwards depend
+    on something that a trace does not notice.
 
     Args:
         net: any network.
@@ -105,8 +105,8 @@ def convert(
         layers, refused = _convertible(net, graphs[0])
         fused, unfused = activations_after(net, graphs, [m for m in layers if _has_room(m, graphs)])
         if rewrite:
-            # If the user's code calls or replaces single children of a Sequential, a rewritten forward stays
-            # correct, but a fused activation module would be wrong.
+            # Fuse activations in rewritten forwards, not by replacing activation modules: a rewritten forward stays
+            # correct even if the user's code calls or replaces single children of a Sequential.
             fused = {}
         makers: dict[nn.Module, Any] = {
             layer: partial(_ours, layer, kind, as_activation(fused.get(layer))) for layer, kind in layers.items()
@@ -251,5 +251,5 @@ def move_state(old: nn.Module, new: nn.Module, memo: Memo) -> None:
 
 
 def _fused(activation: nn.Module, layers: list[nn.Module], memo: Memo) -> nn.Module:
-    # Layers are replaced before activations, so the memo already has the new layers.
+    # convert() lists the layers before the activations, so the memo already contains the new layers.
     return Fused(copy.deepcopy(activation, memo), [memo[id(layer)] for layer in layers])

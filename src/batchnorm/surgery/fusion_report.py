@@ -94,7 +94,7 @@ def _is_sum(call: TracedCall) -> bool:
 
 
 def _adds_zero(call: TracedCall) -> bool:
-    """Return whether a call adds the number 0, as ``sum([x, y])`` does first."""
+    """Return whether a call adds the number 0, as the first addition in Python's ``sum([x, y])`` does."""
     return _is_sum(call) and len(call.inputs) == 1 and any(type(a) in (int, float) and a == 0 for a in call.args)
 
 

@@ -49,9 +49,9 @@ def insert(
     Args:
         net: any network.
         example: a batch; a copy of the network runs on it in evaluation mode and, if possible, in training mode.
-        where: the layers to normalize instead of the default layers: a list of names, or a function of a name and a
-            module that returns True for these layers. The chosen layers must be affine or, with ``placement="after"``,
-            activation modules.
+        where: the layers to normalize instead of the default layers: a list of names, or a function
+            ``where(name, module)`` that returns True for these layers. The chosen layers must be affine or, with
+            ``placement="after"``, activation modules.
         init: "unit" sets gamma = 1 and beta = 0. "identity" computes E[x] and Var[x] from ``batches`` and sets gamma =
             sqrt(Var[x] + eps) and beta = E[x], so that the outputs in evaluation mode do not change.
         batches: the batches for "identity".
@@ -191,7 +191,7 @@ def _set_from(place: Place, norm: BatchNorm, accumulator: MomentAccumulator) -> 
         norm.running_mean.copy_(moments.mean - bias.reshape(-1, *[1] * (moments.mean.dim() - 1)))
         norm.running_var.copy_(moments.var + moments.mean_spread)
         norm.bias.copy_(moments.mean)
-        # Compute gamma from the rounded variance, because evaluation divides by the root of that variance.
+        # Compute gamma from the stored variance, which was rounded: evaluation divides by the root of the stored value.
         norm.weight.copy_(torch.sqrt(norm.running_var.double() + norm.eps))
 
 

@@ -39,7 +39,7 @@ class Place:
     features_last: bool
     calls: int = 1
     bias: Tensor | None = None
-    """The bias that a batch normalization would cancel."""
+    """The affine layer's bias if batch normalization would cancel this bias, or None."""
 
     @property
     def problem(self) -> str:
@@ -120,7 +120,7 @@ def affine_places(net: nn.Module, graphs: list[Graph]) -> Iterator[Candidate]:
     Also yield candidates without a place, for the functions and layers that ``insert`` always skips.
     """
     names = {module: name for name, module in net.named_modules()}
-    graph = graphs[-1]  # prefer the trace in training mode, because auxiliary heads may run only in training
+    graph = graphs[-1]  # in training mode if possible, because auxiliary heads may run only in training
     bypassing = [m for m in names if isinstance(m, BYPASSING)]
     seen: set[nn.Module] = set()
     for call in graph.calls:
@@ -212,7 +212,8 @@ def _dims_after(call: TracedCall, value: Value, dim: int | None) -> list[int | N
         return [dim if len(output.shape) == len(value.shape) else None for output in call.outputs]
     if call.inputs != [value]:
         return unknown
-    # Replay the call on a tensor that holds the index of each element's feature.
+    # Replay the call on a tensor that holds the index of each element's feature. If the result varies along only one
+    # dimension, that dimension holds the features.
     index = torch.arange(float(value.shape[dim])).reshape(-1, *[1] * (len(value.shape) - 1 - dim))
     result = call.replay(index.expand(value.shape).contiguous())
     outputs = [result] if isinstance(result, Tensor) else list(result)

@@ -18,12 +18,15 @@ from ..verify import AMPLIFICATION, EXACT, TINY, verify
 Gradients = dict[str, Tensor]
 
 ROWS = 3
-"""The number of rows on which gradients are compared. Two may be too few: with two values per channel, as in 1x1 maps
-of two images, the normalized values are always close to 1 and -1, and almost no gradient flows back through them."""
+"""The number of rows of the batch on which gradients are compared.
+
+Two may be too few: with two values per channel, as in 1x1 maps of two images, the normalized values are always close to
+1 and -1, and almost no gradient flows back through them.
+"""
 
 
 def compare_outputs(old: nn.Module, new: nn.Module, example: Any, forward: Forward | None, modes: int) -> float:
-    """Return the outputs' relative error in evaluation mode or, with two modes, the larger of the two modes' errors."""
+    """Compare outputs in evaluation mode and, if ``modes`` is 2, in training mode; return the larger relative error."""
     return max(
         verify(old, new, example, forward, what="the changed network", training=training, same_weights=True)
         for training in (False, True)[:modes]
@@ -55,12 +58,12 @@ def verify_conversion(
 def _compare_gradients(old: nn.Module, new: nn.Module, example: Any, forward: Forward | None, training: bool) -> None:
     """Compare the gradients of all parameters in float64; the loss is a randomly weighted sum of the outputs.
 
-    To save time, the example is cut to its first rows. The whole example is used if the original fails on these
-    rows, or if some rewritten code does not run on them.
+    To save time, only the first ROWS rows of the example are used. The whole example is used if the original fails on
+    these rows, or if some rewritten code does not run on them.
     """
     few = _first_rows(example)
     if unused(new, few, forward, training):
-        few = example  # rewritten code may depend on the size of the batch
+        few = example  # some rewritten code does not run on the first rows
     for batch in (few, example):
         try:
             was, example = _gradients(old, batch, forward, training), batch
@@ -68,7 +71,7 @@ def _compare_gradients(old: nn.Module, new: nn.Module, example: Any, forward: Fo
         except Exception:
             continue
     else:
-        return  # the original does not run in float64, has no gradients, or needs too much memory
+        return  # the original may not support float64, or may have no gradients
     now = _gradients(new, example, forward, training)
     if was.keys() != now.keys():
         name = min(was.keys() ^ now.keys())
@@ -76,8 +79,8 @@ def _compare_gradients(old: nn.Module, new: nn.Module, example: Any, forward: Fo
     name, error = _worst(now, was)
     if error <= EXACT:
         return
-    # A network may amplify rounding errors. To measure by how much, change the weights by TINY, which is more than
-    # rounding to float64 would change them.
+    # A network may amplify rounding errors. To measure by how much, change the original's weights by about TINY
+    # (relative), which is more than the rounding errors of float64.
     noise = _worst(_gradients(old, example, forward, training, change=TINY), was)[1]
     if error > AMPLIFICATION * noise:
         raise ValueError(f"the gradient of '{name}' differs by {error:.2e} (relative)")
@@ -99,7 +102,7 @@ def _gradients(net: nn.Module, example: Any, forward: Forward | None, training: 
     with isolated(net, twin), torch.enable_grad():
         found = [t for t in network_call.tensors_in(network_call.call(twin, batch, forward)) if t.requires_grad]
         torch.manual_seed(0)
-        # Do not use randn_like, because its numbers depend on the strides.
+        # Do not use randn_like: its numbers depend on the strides, which may differ between the two networks.
         weighted = [(t * torch.randn(t.shape, dtype=t.dtype, device=t.device)).sum() for t in found]
         torch.stack(weighted).sum().backward()
     return {name: p.grad for name, p in twin.named_parameters() if p.grad is not None}
@@ -108,7 +111,8 @@ def _gradients(net: nn.Module, example: Any, forward: Forward | None, training: 
 def _worst(new: Gradients, old: Gradients) -> tuple[str, float]:
     """Return the name of the parameter whose gradient has the largest relative error, and that error.
 
-    For a gradient near 0, the error is relative to EXACT times the largest gradient instead.
+    Each error is relative to the larger of two values: the gradient's largest value, and EXACT times the largest value
+    of all gradients.
     """
     largest = max((float(g.abs().max()) for g in old.values() if g.numel()), default=0.0)
     errors = {"": 0.0}
@@ -121,7 +125,7 @@ def _worst(new: Gradients, old: Gradients) -> tuple[str, float]:
 
 
 def _compare_autocast(old: nn.Module, new: nn.Module, example: Any, forward: Forward | None, training: bool) -> None:
-    """Compare outputs under bf16 autocast: dtypes, shapes, and how much autocast changes the values."""
+    """Compare dtypes, shapes and values of the outputs under bf16 autocast; allow for autocast's rounding errors."""
     try:
         was = _autocast(old, example, forward, training)
     except Exception:
@@ -138,7 +142,8 @@ def _compare_autocast(old: nn.Module, new: nn.Module, example: Any, forward: For
     moved, moves, rounding = (relative_error(out, exact) for out in (was, now, other))
     if not moves <= 4 * max(moved, rounding) + 0.02:
         raise ValueError(
-            f"autocast changes the converted network's outputs by {moves:.2e} (relative), but the original's only by"
+            "autocast changes the converted network's outputs too much: they differ from the original's outputs without"
+            f" autocast by {moves:.2e} (relative); the original's outputs under autocast differ from these by only"
             f" {moved:.2e}"
         )
 

@@ -77,11 +77,11 @@ def save(folder: Path, step: int, model: dict[str, Tensor], state: dict[str, Any
         for name, content in contents.items():
             write_atomically(temporary / name, content)
         sync(temporary)
-        if final.exists():  # for example, a damaged checkpoint that a resumed run skipped
+        if final.exists():  # a damaged checkpoint that was skipped, or a final network that is saved again
             shutil.rmtree(final)
         os.rename(temporary, final)
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)  # free the space: the disk may be full
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
     sync(folder)
     for old in _newest_first(folder)[KEPT:]:
@@ -130,7 +130,9 @@ def load(path: Path) -> Checkpoint:
         if expected.get("bytes") != actual["bytes"]:
             raise CheckpointError(f"{path}: {name} has {actual['bytes']} bytes instead of {expected.get('bytes')}")
         if expected.get("sha256") != actual["sha256"]:
-            raise CheckpointError(f"{path}: {name} was modified: its SHA-256 is not the one in manifest.json")
+            raise CheckpointError(
+                f"{path}: {name} is damaged or was modified: its SHA-256 is not the one in manifest.json"
+            )
     try:
         model = safetensors.load_file(path / "model.safetensors")
         with zipfile.ZipFile(path / "state.pt") as file:
@@ -140,7 +142,6 @@ def load(path: Path) -> Checkpoint:
         if not isinstance(state, dict):
             raise TypeError("state.pt does not hold a dict")
     except Exception as error:
-        # The hashes match, so the files are not damaged; probably another program wrote them.
         why = str(error).partition("\n")[0]
         raise CheckpointError(f"{path}: model.safetensors or state.pt cannot be read ({why})") from error
     return Checkpoint(step, model, state)
@@ -171,7 +172,7 @@ def _manifest(path: Path) -> tuple[int, dict[str, dict[str, Any]]]:
     files = {name: known.get(name) if isinstance(known, dict) else None for name in ("model.safetensors", "state.pt")}
     described = all(isinstance(file, dict) and {"bytes", "sha256"} <= file.keys() for file in files.values())
     if not isinstance(step, int) or step < 0 or not described:
-        raise CheckpointError(f"{path}: manifest.json has no valid step, or lacks the size and SHA-256 of a file")
+        raise CheckpointError(f"{path}: manifest.json has no valid step, or lacks the size or SHA-256 of a file")
     return step, files  # type: ignore[return-value]
 
 

@@ -32,7 +32,7 @@ class Ranks:
     world_size: int = 1
     device: torch.device = CPU
     control: distributed.ProcessGroup | None = None
-    """with NCCL, a second process group, which communicates on the CPU; otherwise None"""
+    """with NCCL, a second process group, which communicates on the CPU; without NCCL, None"""
 
     @property
     def main(self) -> bool:
@@ -61,7 +61,7 @@ class Ranks:
     def average_statistics_(self, net: nn.Module) -> None:
         """Replace each running average by its mean over the ranks.
 
-        By default, DistributedDataParallel copies rank 0's averages to all ranks instead. One all-reduce averages all
+        By default, DistributedDataParallel would copy rank 0's averages to all ranks. A single all-reduce averages all
         layers together. The method skips ``nn.SyncBatchNorm`` layers, layers with ``statistics=Sync()``, and layers
         with frozen statistics.
         """
@@ -71,9 +71,10 @@ class Ranks:
             m
             for m in net.modules()
             if isinstance(m, TorchBatchNorm)
+            # Leave out averages that are already equal on all ranks, because averaging could change the last bit.
             and not isinstance(m, nn.SyncBatchNorm)
-            and getattr(m, "statistics", None) != Sync()  # Sync() without a group already uses all ranks
-            and not getattr(m, "frozen_statistics", False)  # equal on all ranks; averaging could change the last bit
+            and getattr(m, "statistics", None) != Sync()
+            and not getattr(m, "frozen_statistics", False)
         ]
         running = [b for m in layers for b in (m.running_mean, m.running_var) if b is not None]
         if not running:
@@ -122,8 +123,8 @@ def ranks(device: str = "auto") -> Iterator[Ranks]:
     world_size, local = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
     if cuda and local >= torch.cuda.device_count():
         raise ValueError(
-            f"local rank {local} needs its own GPU, but this machine has only {torch.cuda.device_count()} GPUs:"
-            " start fewer ranks"
+            f"local rank {local} needs its own GPU, but this machine has only {torch.cuda.device_count()} GPU(s):"
+            " start fewer processes"
         )
     place = torch.device("cuda", local) if cuda else CPU
     if cuda:
@@ -132,7 +133,8 @@ def ranks(device: str = "auto") -> Iterator[Ranks]:
         yield Ranks(device=place)
         return
     store, rank, _ = next(rendezvous("env://", timeout=TIMEOUT))
-    # Workers that torchrun restarts must not read the addresses of dead workers from torchrun's store.
+    # Use a new prefix after each restart by torchrun: otherwise, the restarted workers would read the addresses of dead
+    # workers from torchrun's store.
     store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     backend = "nccl" if cuda else "gloo"
     distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)

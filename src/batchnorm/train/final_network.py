@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 from ..data import Augment, ImageBatches, seed_at
 from ..inference import fold
 from ..population import estimate_
+from .metrics import Statistics
 
 
 def population_network(
@@ -20,7 +21,7 @@ def population_network(
 ) -> nn.Module:
     """Return a copy of the network, in evaluation mode, with population statistics instead of running averages.
 
-    A network without running averages, or with only frozen ones, is copied unchanged. Every rank must call this
+    If the network has no running averages, or only frozen ones, nothing is estimated. Every rank must call this
     function.
 
     Args:
@@ -35,7 +36,7 @@ def population_network(
     Paper: Alg. 2, l. 7-10
     """
     final = copy.deepcopy(net)
-    if any(_keeps_statistics(m) and not getattr(m, "frozen_statistics", False) for m in final.modules()):
+    if statistics_of(final) == "population":
         device = next(final.parameters()).device
         with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
             estimate_(final.train(), _prepared(batches, augment, epoch, seed, count))
@@ -46,7 +47,7 @@ def folded_network(net: nn.Module, size: int) -> nn.Module:
     """Return the network with its batch normalization folded into its weights, on the same device.
 
     The network is folded and checked on the CPU, because a GPU's reduced precision could hide a mistake. A network
-    without running statistics is returned as it is.
+    without running averages is returned unchanged.
 
     Args:
         net: a network with population statistics.
@@ -54,20 +55,24 @@ def folded_network(net: nn.Module, size: int) -> nn.Module:
 
     Paper: Alg. 2, l. 11
     """
-    if not any(map(_keeps_statistics, net.modules())):
+    if statistics_of(net) == "none":
         return net
     device = next(net.parameters()).device
     folded = fold(copy.deepcopy(net).cpu(), example_images(size)).to(device)
     return folded.to(memory_format=torch.channels_last) if device.type == "cuda" else folded  # type: ignore[call-overload]
 
 
+def statistics_of(net: nn.Module) -> Statistics:
+    """Return which statistics the final network of a run normalizes by; "none" if no layer has running averages."""
+    kept = [m for m in net.modules() if isinstance(m, TorchBatchNorm) and m.running_mean is not None]
+    if not kept:
+        return "none"
+    return "frozen" if all(getattr(m, "frozen_statistics", False) for m in kept) else "population"
+
+
 def example_images(size: int) -> Tensor:
     """Return two images of random noise, for tracing and checking a network."""
     return torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0))
-
-
-def _keeps_statistics(module: nn.Module) -> bool:
-    return isinstance(module, TorchBatchNorm) and module.running_mean is not None
 
 
 def _prepared(batches: ImageBatches, augment: Augment, epoch: int, seed: int, count: int) -> Iterator[Tensor]:

@@ -84,8 +84,8 @@ def fold(
             f"{network} returned a network without an example batch: add the shape of a batch, such as"
             " --input 1 3 224 224"
         )
-    # The user asked for folding, so call eval(), which avoids the warning about training mode. Print other warnings on
-    # one line each, without the source line that Python would add.
+    # Call eval(), because export() would warn about a network in training mode. Print other warnings on one line each,
+    # without the source line that Python would add.
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         done = export(net.eval(), example, output, dynamic_batch=not fixed_batch, metadata=metadata)

@@ -1,8 +1,8 @@
 """SGD with momentum in one kernel, which reads bfloat16 gradients and writes bfloat16 copies of the weights.
 
-Torch's fused SGD needs gradients of the weights' dtype. So a step takes three passes: cast the gradients, update the
-weights, cast the weights. Together, the passes move 32 bytes per weight. This kernel takes one pass, which moves 20
-bytes per weight.
+Torch's fused SGD needs gradients of the weights' dtype. A step with torch's SGD therefore takes three passes over the
+weights: cast the gradients, update the weights, and cast the weights. Together, the three passes move 32 bytes per
+weight. This kernel takes one pass, which moves 20 bytes per weight.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from ..ops import dispatch
 from ..ops.cuda.autograd import HAS_TRITON
 
-CHUNK = 2048  # elements that one program updates
+CHUNK = 2048  # number of elements that one program of the Triton kernel updates
 
 
 class Trained(NamedTuple):
@@ -48,7 +48,7 @@ class FusedUpdate:
         self.optimizer = optimizer
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
         self._spare: tuple[Tensor, Tensor] | None = None
-        self._captured: list[tuple[Tensor, Tensor]] = []  # kept in memory, because replayed graphs read these tensors
+        self._captured: list[tuple[Tensor, Tensor]] = []  # keeps alive the tensors that replayed graphs read
 
     def can_update(self, trained: Sequence[Tensor]) -> bool:
         """Return whether this kernel can replace the optimizer's step for these weights."""
@@ -80,7 +80,7 @@ class FusedUpdate:
             velocity = state.get("momentum_buffer")
             if velocity is None:
                 velocity = state["momentum_buffer"] = torch.zeros_like(w)
-            elif velocity.dtype != w.dtype or not same_layout(velocity, w):  # for example, from a run on a CPU
+            elif velocity.dtype != w.dtype or not same_layout(velocity, w):  # load_state_dict() may load such buffers
                 if velocity.is_cuda:
                     velocity.record_stream(torch.cuda.current_stream(velocity.device))
                 velocity = state["momentum_buffer"] = torch.empty_like(w).copy_(velocity)
@@ -98,18 +98,21 @@ class FusedUpdate:
 
     def _on_device(self, table: Tensor, device: torch.device) -> Tensor:
         if device.type == "cpu" or not torch.cuda.is_current_stream_capturing():
-            # Allocate now, because a capture must not allocate pinned memory.
+            # Allocate the memory for a later capture now, because pinned memory cannot be allocated during a capture.
             self._spare = (
                 torch.empty_like(table, pin_memory=device.type == "cuda"),
                 torch.empty_like(table, device=device),
             )
             return table.to(device)
         if self._spare is None or self._spare[0].shape != table.shape:
-            raise RuntimeError("run one step with the same parameters before you capture a step in a CUDA graph")
+            raise RuntimeError(
+                "cannot capture this step in a CUDA graph: first run one uncaptured step with the same parameters"
+            )
         pinned, moved = self._spare
         self._captured.append(self._spare)
         self._spare = None
-        with torch.cuda.stream(self._stream):  # this stream is not captured, so the table is copied now, and only once
+        # This stream is not captured, so the table is copied now, and not in each replay of the graph.
+        with torch.cuda.stream(self._stream):
             return moved.copy_(pinned.copy_(table), non_blocking=True)
 
 

@@ -19,7 +19,7 @@ LOCK_FILE = "train.lock"
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Keep other processes from training in a run's folder inside the ``with`` block.
+    """Inside the ``with`` block, keep other processes from training in a run's folder.
 
     The operating system releases the lock however the process ends, so a killed run can be resumed at once. Locks may
     be unreliable on a network file system.
@@ -45,7 +45,7 @@ def locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         # Remove the file before unlocking it, so that no other process locks a file that is about to be removed.
-        # Windows cannot remove an open file, so there the file is removed after closing.
+        # Windows cannot remove an open file, so on Windows the file is closed first.
         with contextlib.suppress(OSError):
             if sys.platform != "win32":
                 path.unlink()
@@ -67,7 +67,7 @@ def _open(path: Path, folder: Path) -> IO[bytes]:
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
                 warnings.warn(
-                    f"cannot lock {folder} ({error.strerror}): do not start a second process with the same --out",
+                    f"cannot lock {folder} ({error.strerror}): make sure that no second process uses the same --out",
                     stacklevel=4,
                 )
                 return file

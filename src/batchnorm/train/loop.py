@@ -19,7 +19,7 @@ from ..monitor import Monitor
 from ..network_copy import outputs
 from . import checkpoint
 from .distributed import Ranks, ranks
-from .final_network import example_images, folded_network, population_network
+from .final_network import example_images, folded_network, population_network, statistics_of
 from .lock import locked
 from .metrics import Logger, Result, hardware, write_run_result
 from .options import Options
@@ -28,10 +28,9 @@ from .resume import RunState, claim_folder, resume_, save_state
 from .state_dicts import start_from_
 from .step import TrainStep, make_optimizer
 
-# With several ranks, the number of steps between checks whether any rank was asked to stop. Each check is an
-# all-reduce.
+# With several ranks, the number of steps between two checks for a stop signal on any rank. Each check is an all-reduce.
 AGREE_EVERY = 10
-# To estimate the time left, the process reads the clock after each of these two numbers of steps.
+# The time left is estimated from the time between these two steps, which are numbered from this process's first step.
 TIMED = (10, 100)
 
 
@@ -55,10 +54,10 @@ def train(recipe: Recipe, options: Options) -> Result:
         ValueError: if the device is not available, if the data, the folder or its checkpoints do not fit the recipe, or
             if another process trains in the same folder.
 
-    Paper: Sec. 4.2.2; Alg. 2 at the end
+    Paper: Sec. 4.2.2; Alg. 2, l. 7-11 (after the last step)
     """
-    # Almost all batches have the same shape, so it pays to let cuDNN benchmark its algorithms once.
-    tuned = torch.backends.cudnn.flags(enabled=True, benchmark=True, benchmark_limit=0)  # 0: try all algorithms
+    # With benchmark_limit=0, cuDNN tries all algorithms for each shape, once.
+    tuned = torch.backends.cudnn.flags(enabled=True, benchmark=True, benchmark_limit=0)
     with (
         ranks(options.device) as here,
         locked(options.folder(recipe)) if here.main else nullcontext(),
@@ -82,7 +81,7 @@ class _Training:
         self.net = recipe.network(len(self.batches.classes))
         resumed = any((self.folder / "checkpoints").glob("step-*"))
         started = start_from_(self.net, recipe.start, len(self.batches.classes)) if recipe.start and not resumed else ""
-        if recipe.factory:  # find out now, not after days of training, whether the network can be folded
+        if recipe.factory:  # raise an error now, not after days of training, if the network cannot be folded
             folded_network(self.net.eval(), recipe.size)
         self.net.train().to(here.device)
         # Claim the folder only after checking the data and the network: a mistyped --data or --size must not leave a
@@ -95,7 +94,6 @@ class _Training:
         if cuda:
             self.net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.optimizer = make_optimizer(self.net, recipe, here.device)
-        # Autocast would convert the images to bfloat16 anyway.
         dtype = torch.bfloat16 if self.bf16 else torch.float32
         self.augment = Augment(recipe.photometric, dtype=dtype).to(here.device)
         self.normalize = Normalize(dtype=dtype).to(here.device)
@@ -103,8 +101,8 @@ class _Training:
         state = resume_(self.folder, self.net, self.optimizer, here, self.total_steps)
         self.step, self.evaluated = state.step, state.evaluated
         self.first, self.began = state.step, 0.0
-        # Compilation, CUDA graphs and cast_once are tested only with the paper's network; a user's network may run
-        # code on the host, which a graph does not replay.
+        # Compilation, CUDA graphs and cast_once are tested only with the paper's network. A user's network may run code
+        # on the host, which a CUDA graph does not replay.
         fast = cuda and not recipe.factory
         self.train_step = TrainStep(
             self.net,
@@ -125,13 +123,11 @@ class _Training:
 
     @property
     def total_steps(self) -> int:
-        """The number of steps of the whole run: ``planned_steps``, but at most the option ``max_steps``."""
         planned = self.planned_steps
         return planned if self.options.max_steps is None else min(planned, self.options.max_steps)
 
     @property
     def planned_steps(self) -> int:
-        """The number of steps in the recipe's epochs."""
         return round(self.recipe.epochs * len(self.batches))
 
     def _plan(self) -> str:
@@ -147,7 +143,6 @@ class _Training:
         )
 
     def finish(self) -> Result:
-        """Train to the end and return the result; unless training diverged, also save and score the final network."""
         try:
             diverged = self._train()
             return self._conclude(diverged)
@@ -177,9 +172,9 @@ class _Training:
         return False
 
     def _train_on(self, images: Tensor, labels: Tensor, k: int) -> None:
-        """Take one step. Random numbers depend only on the seed, step and rank, so no generator state is saved."""
+        """Take one step. Its random numbers depend only on seed, step and rank, so checkpoints hold no random state."""
         rate = self.recipe.rate_at(self.step, len(self.batches))
-        self._seed(seed_at(self.recipe.seed, 1, self.step, self.ranks.rank))  # for dropout
+        self._seed(seed_at(self.recipe.seed, 1, self.step, self.ranks.rank))  # dropout uses this seed
         generator = torch.Generator().manual_seed(seed_at(self.recipe.seed, 2, self.step))
         draws = self.augment.draw(self.batches.order.step_size(k), generator)[self.batches.order.rows(k)]
         self.train_step(images, labels, draws[: len(labels)], rate)
@@ -199,7 +194,7 @@ class _Training:
         taken, left = self.step - self.first, self.total_steps - self.step
         if taken not in TIMED or not left:
             return
-        self.train_step.sums.tolist()  # wait for the device
+        self.train_step.sums.tolist()  # waits until the device has finished all steps
         now = time.perf_counter()
         if taken == TIMED[1]:
             seconds = (now - self.began) / (TIMED[1] - TIMED[0]) * left
@@ -253,7 +248,8 @@ class _Training:
 
     def _interruptible(self, batches: ImageBatches) -> Iterator[tuple[Tensor, Tensor]]:
         for batch in batches.epoch(0):
-            # With several ranks, stopping here would leave the other ranks waiting, so the run stops after validation.
+            # With several ranks, a rank that stopped here would leave the others waiting, so all ranks finish the
+            # validation.
             if self.stop.requested and self.ranks.world_size == 1 and self.step > self.evaluated:
                 self._save()
                 raise Stopped(f"stopped at step {self.step:,}, during validation; run the same command again to resume")
@@ -287,6 +283,7 @@ class _Training:
             top1=None if accuracy is None else accuracy.top1,
             top5=None if accuracy is None else accuracy.top5,
             train_top1=None if on_training is None else on_training.top1,
+            statistics=statistics_of(self.net),
             corrupt=len(corrupt),
             corrupt_files=tuple(f"{file.name} ({file.reason})" for file in corrupt[:20]),
             hardware=hardware(self.ranks),
@@ -300,7 +297,7 @@ class _Training:
         return result
 
     def _inference_network(self) -> nn.Module | None:
-        """Save the final network and return it folded, or return None if some outputs are NaN or infinite."""
+        """Save the final network and return it folded, or return None if its outputs include NaN or infinity."""
         epoch = -(-self.step // len(self.batches))
         count, seed = self.options.estimate_batches, self.recipe.seed
         final = population_network(

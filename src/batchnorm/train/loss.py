@@ -10,8 +10,8 @@ from ..ops import dispatch
 from ..ops.cuda.autograd import DTYPES, HAS_TRITON
 from ..ops.cuda.schedule import power_up
 
-NO_LABEL = torch.iinfo(torch.int64).min  # torch ignores this label instead of -100
-MAX_CLASSES = 2**14  # each program of the kernel keeps the scores of one example on chip
+NO_LABEL = torch.iinfo(torch.int64).min  # ignore_index for torch, because its default would ignore the label -100
+MAX_CLASSES = 2**14  # the kernel's maximum, because each program keeps all scores of an example on chip
 
 
 def cross_entropy(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -41,6 +41,6 @@ def run_cross_entropy(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
     n, classes = scores.shape
     losses, gradient = scores.new_empty(n, dtype=torch.float32), torch.empty_like(scores)
-    with torch.cuda.device_of(scores):  # Triton launches on the current device
+    with torch.cuda.device_of(scores):
         kernel[(n,)](scores, labels, losses, gradient, classes, power_up(classes))
     return losses, gradient

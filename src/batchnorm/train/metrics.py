@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -42,7 +42,7 @@ class Metrics:
         path.touch()
         if not 0 <= position <= path.stat().st_size:
             raise ValueError(
-                f"{path} has lost lines since the checkpoint was written: restore it from a backup, or start a new run"
+                f"{path} is shorter than when the checkpoint was written: restore it from a backup, or start a new run"
             )
         os.truncate(path, position)
         self._path = path
@@ -52,7 +52,7 @@ class Metrics:
         """Append a record; NaN and infinities become null."""
         line = memoryview((json.dumps({k: _finite(v) for k, v in record.items()}) + "\n").encode())
         with self._named():
-            while line:  # on a full disk, only part of the line may be written
+            while line:  # one call may write only part of the line if the disk is almost full
                 line = line[self._file.write(line) :]
 
     def position(self) -> int:
@@ -75,9 +75,9 @@ class Metrics:
 
 
 class Logger:
-    """Write a run's records to its folder and print them; on a terminal, show a bar and print only validations.
+    """Write a run's records to its folder, and print them.
 
-    Only rank 0 has a logger.
+    On a terminal, show a progress bar, and print only the records of validations. Only rank 0 has a logger.
 
     Args:
         folder: the run's folder.
@@ -95,7 +95,7 @@ class Logger:
             board = require("torch.utils.tensorboard", "train").SummaryWriter(str(folder / "tensorboard"))
             self.board = self._open.enter_context(closing(board))
         self.started, self._text = time.perf_counter(), ""
-        # Without a terminal, print no progress, only the records.
+        # With every=inf, Display prints no lines of progress if there is no terminal; log() prints the records.
         self.display = self._open.enter_context(Display(every=math.inf))
         self.display.add("training", total)
 
@@ -129,7 +129,7 @@ class Logger:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a metrics file; an incomplete last line, which is still being written, is left out.
+    """Return the records of a metrics file; an incomplete last line is left out, because a run may still be writing it.
 
     Raises:
         ValueError: if a line is not a record; the message names the file and the line.
@@ -162,11 +162,14 @@ def steps_to(points: Sequence[tuple[int, float]], accuracy: float) -> int | None
     return next((step for step, reached in points if reached >= accuracy), None)
 
 
+Statistics = Literal["population", "frozen", "none"]
+
+
 @dataclass
 class Result:
     """The summary of a run, as written to its ``result.json``.
 
-    Paper: Fig. 3 (steps to an accuracy, maximum accuracy, steps to it)
+    Paper: Fig. 3 (steps to an accuracy, maximum accuracy)
     """
 
     recipe: str
@@ -183,6 +186,8 @@ class Result:
     """top-1 accuracy of the folded network on the training images, if ``score_training`` is set"""
     running_top1: float | None = None
     """top-1 validation accuracy with running averages, at the last step"""
+    statistics: Statistics = "population"
+    """which statistics the final network normalizes by; "none" if no layer has running averages"""
     steps_to: dict[str, int | None] = field(default_factory=dict)
     corrupt: int = 0
     corrupt_files: tuple[str, ...] = ()

@@ -58,7 +58,7 @@ def own_network(factory: str, change: Change, *, classes: int, size: int, seed: 
 
 
 def without_batch_norm(net: nn.Module) -> nn.Module:
-    """Return a copy of the network without its batch normalization layers; activations fused into them are kept.
+    """Return a copy of the network without its batch normalization layers; activations fused into these layers remain.
 
     Raises:
         ValueError: if a layer has a ``forward`` of its own, which may do more than normalize.

@@ -105,5 +105,5 @@ def _write(path: Path, classes: tuple[str, ...], files: list[Path], probabilitie
     rows = csv_format.writer(text, lineterminator="\n")
     rows.writerow(["image", *classes])
     for file, row in zip(files, probabilities.tolist(), strict=True):
-        rows.writerow([file, *(f"{p:.9g}" for p in row)])  # nine significant digits identify a float32
+        rows.writerow([file, *(f"{p:.9g}" for p in row)])
     write_atomically(path, text.getvalue().encode())

@@ -42,14 +42,14 @@ class Recipe:
     name: str = "inception"
     """name of the run"""
 
-    factory: str = ""  # --network on the command line; here, network is a method
+    factory: str = ""  # the option --network; here, the name network is taken by a method
     """train a network of your own: torchvision:NAME, timm:NAME, or your function as FILE.py:FUNCTION or
     MODULE:FUNCTION, which is called with classes= if it has that argument"""
     normalize: Change = "as-is"
     """before training, insert batch normalization into your network, convert its batch normalization to this library's
     layers, or remove it"""
 
-    start: str = ""  # --from on the command line; from is a keyword in Python
+    start: str = ""  # the option --from; in Python, the word from is reserved
     """start with the weights of a finished run, or of a state dict in a .safetensors or .pt file; the last layer gets
     new weights if its number of classes differs"""
     freeze_statistics: bool = False
@@ -61,9 +61,9 @@ class Recipe:
     """the nonlinearity"""
     dropout: float = 0.4
     """dropout probability before the classifier"""
-    local_response: bool = True  # not in the paper: where it is applied, and its constants
+    local_response: bool = True  # the paper does not say where it is applied, and gives no constants
     """local response normalization"""
-    per_activation: tuple[str, ...] = ()  # not in the paper: which layers are "the last hidden layers"
+    per_activation: tuple[str, ...] = ()  # the paper does not say which layers are its "last hidden layers"
     """layers (rows of the paper's table) that are normalized per activation"""
     stem: Literal["separable", "plain"] = "separable"
     """the first convolution"""
@@ -71,26 +71,26 @@ class Recipe:
     """number of filters of the pool projection in modules 4c and 4d"""
     width: float = 1.0
     """factor by which every layer's number of filters is multiplied"""
-    init: Literal["kaiming", "xavier"] = "kaiming"  # not in the paper
+    init: Literal["kaiming", "xavier"] = "kaiming"  # the paper does not name its initialization
     """initialization of the weights"""
     init_scale: float = 1.0
     """factor by which the initial weights of all convolutions except the depthwise one are multiplied"""
-    eps: float = 1e-3  # not in the paper; this is TF-slim's value
+    eps: float = 1e-3  # the paper gives no value; this is TF-slim's
     """number added to the variance"""
-    averaging: float = 0.1  # not in the paper
+    averaging: float = 0.1  # the paper gives no value
     """weight of each new batch in the running averages"""
-    statistics: Literal["batch", "sync"] = "batch"  # not in the paper
+    statistics: Literal["batch", "sync"] = "batch"  # the paper does not say which one it used
     """batch: each rank uses the statistics of its part of the batch; sync: all ranks use those of the whole batch"""
 
     rate: float = 0.0015
     """initial learning rate"""
-    momentum: float = 0.9  # not in the paper, which says "a version of SGD with momentum"
+    momentum: float = 0.9  # the paper gives no value
     """momentum of SGD"""
-    weight_decay: float = 2e-4  # not in the paper; five times TF-slim's 4e-5
+    weight_decay: float = 2e-4  # the paper gives no value; this is five times TF-slim's
     """L2 weight decay of all parameters except gamma and beta"""
-    decay: float = 0.96  # not in the paper; this is GoogLeNet's value
+    decay: float = 0.96  # the paper gives no value; this is GoogLeNet's
     """factor by which the learning rate is multiplied every --decay-epochs epochs"""
-    decay_epochs: float = 8.0  # not in the paper; this is GoogLeNet's value
+    decay_epochs: float = 8.0  # the paper gives no value; this is GoogLeNet's
     """epochs between decays of the learning rate"""
     batch_size: int = 32
     """examples per step, over all ranks"""
@@ -104,7 +104,7 @@ class Recipe:
     only on the file names, so every seed holds out the same images"""
     shuffle: Literal["fixed", "epoch"] = "fixed"
     """fixed: one random order for all epochs; epoch: a new order each epoch"""
-    photometric: Literal["none", "reduced", "full"] = "full"  # not in the paper: the strengths of the distortions
+    photometric: Literal["none", "reduced", "full"] = "full"  # the paper gives no strengths
     """strength of the colour distortions"""
 
     seed: int = 0
@@ -123,7 +123,8 @@ class Recipe:
         between(0, 1, dropout=self.dropout, averaging=self.averaging, momentum=self.momentum)
         between(0, 0.9, validate=self.validate)
         between(0, SEED_MAX, seed=self.seed)
-        if self.factory == "" and self.normalize not in (None, "as-is"):  # the command line's Overrides may hold None
+        # In the command line's subclass Overrides, a field is None if its option was not given.
+        if self.factory == "" and self.normalize not in (None, "as-is"):
             raise ValueError(f"normalize={self.normalize} applies only to a network of your own: add --network")
         if self.freeze_statistics and self.start == "":
             raise ValueError("freeze_statistics keeps the statistics of a trained network: add --from")
@@ -175,7 +176,7 @@ class Recipe:
     def rate_at(self, step: int, steps_per_epoch: int) -> float:
         """Return the learning rate at a step: rate * decay^floor(step / (decay_epochs * steps_per_epoch)).
 
-        The paper says only "exponentially"; decaying in steps is GoogLeNet's schedule (x 0.96 every 8 epochs).
+        The paper says only "exponentially"; the staircase is GoogLeNet's schedule (x 0.96 every 8 epochs).
 
         >>> recipe = Recipe(rate=1.0, decay=0.5, decay_epochs=10)
         >>> [recipe.rate_at(step, steps_per_epoch=1) for step in (0, 9, 10, 25)]
@@ -260,6 +261,7 @@ def _check_types(values: Mapping[str, Any]) -> None:
             raise ValueError(f"{name} cannot be {value!r:.60}")
 
 
+# The quotations are from Section 4.2.2 of the paper.
 INCEPTION = Recipe()
 # "Same as Inception with Batch Normalization before each nonlinearity."
 BN_BASELINE = replace(INCEPTION, name="bn-baseline", batch_norm=True)
@@ -288,8 +290,8 @@ INCEPTION_SIGMOID = replace(INCEPTION, name="inception-sigmoid", activation="sig
 
 # Section 4.2.3: six networks, "each based on BN-x30, modified via some of the following: increased initial weights in
 # the convolutional layers; using Dropout (with the Dropout probability of 5% or 10%[...]); and using non-convolutional,
-# per-activation Batch Normalization with last hidden layers of the model". Not in the paper: which network has which
-# modification, by how much the weights are increased, and which layers are "last hidden layers".
+# per-activation Batch Normalization with last hidden layers of the model". The paper does not say which network has
+# which modification, by how much the weights are increased, and which layers are "last hidden layers".
 LARGE_INIT, LAST_LAYERS = 2.0, ("5b",)
 MEMBERS: dict[str, Recipe] = {
     f"bn-x30-{name}": replace(BN_X30, name=f"bn-x30-{name}", seed=seed, **changes)  # type: ignore[arg-type]

@@ -74,7 +74,7 @@ class RunState(NamedTuple):
 def save_state(folder: Path, state: RunState, net: nn.Module, optimizer: torch.optim.Optimizer, here: Ranks) -> None:
     """Write a checkpoint that :func:`resume_` reads. Every rank must call this function; only rank 0 writes."""
     assert state.sums is not None
-    # The sums differ between ranks; everything else is the same on every rank.
+    # Gather the sums of all ranks, because they differ between ranks; everything else is the same on every rank.
     sums = state.sums.new_zeros(here.world_size, 3)
     sums[here.rank] = state.sums
     here.sum_(sums)
@@ -109,9 +109,10 @@ def resume_(folder: Path, net: nn.Module, optimizer: torch.optim.Optimizer, here
         mine = [{key: group[key] for key in ("lr", "fused")} for group in optimizer.param_groups]
         optimizer.load_state_dict(state["optimizer"])
         for group, own in zip(optimizer.param_groups, mine, strict=True):
-            group.update(own)  # keep the rate's tensor, which a captured graph reads; each step sets its value
+            group.update(own)  # `lr` and `fused` depend on this process's device, not on the checkpoint
         for parameter, values in optimizer.state.items():
-            # Fused kernels need the buffers in the weights' layout, which is channels last on GPUs only.
+            # Fused kernels need the momentum in the layout of the weights, which are channels last on GPUs only. The
+            # checkpoint may come from another type of device.
             values.update({key: torch.empty_like(parameter).copy_(value) for key, value in values.items()})
         evaluated = int(state["evaluated"])
         metrics, monitor = map(int, state["positions"])

@@ -110,8 +110,8 @@ class SavedRun(NamedTuple):
     def _why(self) -> str:
         result = self.folder / "result.json"
         if result.exists() and read_json(result).get("diverged"):
-            return "it diverged in training; use another run"
-        return "its training is unfinished; run its training command again to resume it"
+            return "its training diverged; use another run"
+        return "its training has not finished, or its folder final was removed; run its training command again"
 
 
 def open_run(folder: Path, *, trust: bool = False) -> SavedRun:
@@ -128,7 +128,8 @@ def open_run(folder: Path, *, trust: bool = False) -> SavedRun:
     path = folder / "recipe.json"
     if not path.is_file():
         if not folder.is_dir():
-            raise FileNotFoundError(f"{folder} does not exist: give the folder of a run")
+            problem = "is a file" if folder.is_file() else "does not exist"
+            raise FileNotFoundError(f"{folder} {problem}: give the folder of a run")
         found = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "nothing"
         raise FileNotFoundError(
             f"{folder} is not the folder of a run: it holds {found}, but a run's folder holds recipe.json and final/"
@@ -149,7 +150,7 @@ def check_classes(folder: Path, trained: Sequence[str], found: Sequence[str]) ->
     >>> check_classes(Path("run"), ["cat", "dog"], ["cat", "eel"])
     Traceback (most recent call last):
         ...
-    ValueError: run was trained on other classes: its class 1 is 'dog', the data's is 'eel'
+    ValueError: run was trained on other classes: class 1 is 'dog' in the run, but 'eel' in the data
     """
     if len(trained) != len(found):
         raise ValueError(f"{folder} was trained on {len(trained)} classes, but the data has {len(found)}")
@@ -158,7 +159,7 @@ def check_classes(folder: Path, trained: Sequence[str], found: Sequence[str]) ->
     for k, (mine, theirs) in enumerate(zip(trained, found, strict=True)):
         if mine != theirs:
             raise ValueError(
-                f"{folder} was trained on other classes: its class {k} is {mine!r}, the data's is {theirs!r}"
+                f"{folder} was trained on other classes: class {k} is {mine!r} in the run, but {theirs!r} in the data"
             )
 
 

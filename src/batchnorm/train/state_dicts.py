@@ -33,7 +33,7 @@ def read_state_dict(path: Path) -> dict[str, Any]:
         raise ValueError(
             f"{path} holds objects other than tensors, or was not written by torch.save: save net.state_dict() instead"
         ) from error
-    except Exception as error:  # each format raises its own errors
+    except Exception as error:
         raise ValueError(f"{path} cannot be read as a state dict: {str(error).splitlines()[0]}") from error
     if not isinstance(state, Mapping):
         raise ValueError(f"{path} holds a {type(state).__name__}, not a state dict: save net.state_dict()")
@@ -43,8 +43,8 @@ def read_state_dict(path: Path) -> dict[str, Any]:
 def start_from_(net: nn.Module, source: str, classes: int) -> str:
     """Load the weights of a finished run or of a state dict file into a network before training.
 
-    If the last layer is for a different number of classes, it keeps its initial weights. The function that the run's
-    recipe names is not called.
+    If the last layer is for a different number of classes, it keeps its initial weights. The function named in the
+    run's recipe is not called.
 
     Args:
         net: the network.
@@ -60,8 +60,9 @@ def start_from_(net: nn.Module, source: str, classes: int) -> str:
     """
     path = Path(source).expanduser()
     state = dict(open_run(path).final().model) if path.is_dir() else read_state_dict(path)
-    consume_prefix_in_state_dict_if_present(state, "module.")  # from DistributedDataParallel
-    # The new run decides which layers are frozen. Old checkpoints may lack num_batches_tracked.
+    consume_prefix_in_state_dict_if_present(state, "module.")
+    # Drop the `frozen` buffers, because the new run decides which layers are frozen. `num_batches_tracked` may be
+    # missing, because old versions of torch did not save it.
     state = {name: value for name, value in state.items() if name.rpartition(".")[2] != "frozen"}
     optional = ("frozen", "num_batches_tracked")
     expected = {k: v for k, v in net.state_dict().items() if k in state or k.rpartition(".")[2] not in optional}

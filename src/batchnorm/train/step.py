@@ -25,10 +25,10 @@ from .loss import cross_entropy
 from .recipe import Recipe
 
 Compile = Literal["network", "nothing"]
-# Steps before the graph is captured, for allocations, autotuning and the first iterations of DistributedDataParallel
-# (torch's notes on CUDA graphs ask for 11).
+# The number of warm-up steps before a CUDA graph is captured; they allocate memory and tune kernels. For
+# DistributedDataParallel, torch's notes on CUDA graphs ask for 11 steps.
 WARMUP, WARMUP_DISTRIBUTED = 3, 11
-# torch 2.13 renamed broadcast_buffers.
+# torch 2.13 deprecates broadcast_buffers in favor of forward_sync_buffers.
 _RENAMED = "forward_sync_buffers" in signature(nn.parallel.DistributedDataParallel).parameters
 _KEEP_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
 
@@ -60,7 +60,7 @@ def set_rate_(optimizer: torch.optim.Optimizer, rate: float) -> None:
 class Shadows:
     """Run a network with bfloat16 copies of convolution kernels and linear layers' parameters, all cast at once.
 
-    Autocast instead casts each weight when it is used, and each gradient in the backward pass, which takes two launches
+    Autocast would cast each weight when it is used, and each gradient in the backward pass, which takes two launches
     per layer. The separable stem stays in full precision, because its two kernels are combined in full precision.
 
     Args:
@@ -84,8 +84,9 @@ class Shadows:
             copy.requires_grad_()
         self.trained = list(trained.values())
         self.used = [self.copies.get(name, p) for name, p in trained.items()]
-        # The names of all parameters that are replaced by copies in a call. If functional_call found the other names
-        # of shared parameters itself, it would leave the copies in modules that have several names.
+        # List all names of each replaced parameter for functional_call, and call it with tie_weights=False. With
+        # tie_weights=True, it would find the names itself, but modules with several names would keep the copies after
+        # the call.
         copy_of = {id(p): self.copies[name] for name, p in chosen.items()}
         self._replaced = {
             f"{path}.{name}".lstrip("."): copy_of[id(p)]
@@ -96,7 +97,7 @@ class Shadows:
         self._updates: list[FusedUpdate] = []
 
     def _join(self, net: nn.Module, names: dict[int, str]) -> None:
-        """Store the kernels of a joined convolution next to each other, so that joining them needs no copy."""
+        """For kernels that a module joins, store the copies next to each other, so that joining them moves no data."""
         for module in net.modules():
             kernels = module.joined_kernels() if isinstance(module, InceptionModule) else []
             joined = [names.get(id(kernel), "") for kernel in kernels]
@@ -120,7 +121,7 @@ class Shadows:
         whole = range(len(self.used))
         parts = [(whole, torch.autograd.grad(y, self.used, dy))] if aside is None else aside.backward(y, dy, self.used)
         for k, (places, grads) in enumerate(parts):
-            kept += grads  # stay in memory until the update has read them
+            kept += grads  # keep the gradients in memory until the update has read them
             rows += self._rows(places, grads)
             if len(self._updates) <= k:
                 self._updates.append(FusedUpdate(optimizer))
@@ -134,13 +135,12 @@ class Shadows:
             self._update(rows, optimizer)
 
     def _can_fuse(self, update: FusedUpdate) -> bool:
-        """Return whether one kernel can update the weights and their copies."""
         return self.trained[0].is_cuda and update.can_update(self.trained)
 
     def _update(self, rows: list[Trained], optimizer: torch.optim.Optimizer) -> None:
         to, of = [], []
         for parameter, grad, _ in rows:
-            # Torch copies many tensors in one launch only if each has the strides of its target.
+            # _foreach_copy_() copies many tensors in one launch only if each tensor has the strides of its target.
             grad = grad.as_strided(parameter.shape, parameter.stride()) if same_layout(grad, parameter) else grad
             if grad.dtype == parameter.dtype and grad.stride() == parameter.stride():
                 parameter.grad = grad
@@ -148,7 +148,7 @@ class Shadows:
                 parameter.grad = torch.empty_like(parameter)
                 to.append(parameter.grad)
                 of.append(grad)
-        if to:  # torch rejects empty lists
+        if to:  # _foreach_copy_() rejects empty lists
             torch._foreach_copy_(to, of)
         optimizer.step()
         self.refresh()
@@ -183,8 +183,8 @@ class TrainStep:
         cast_once: with ``bf16`` and in one process, keep bfloat16 copies of convolution and linear weights, and update
             all copies together after each step, instead of casting each weight when it is used. This takes fewer
             kernel launches; the results are the same up to rounding.
-        graph: capture the whole step as a CUDA graph. If the network is not compiled, its Inception branches then run
-            in parallel, and with ``cast_once`` the gradients of its weights are computed on another stream.
+        graph: capture the whole step as a CUDA graph. If the network is not compiled, its Inception branches run in
+            parallel, and with ``cast_once`` the gradients of its weights are computed on another stream.
         batch: the number of examples in this rank's part of a full batch. A batch of another size, such as an epoch's
             last, runs without the graph and, in a single process, without compilation.
     """
@@ -294,12 +294,13 @@ class _Graph:
 
     def _capture(self, inputs: tuple[Tensor, ...]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        # Other threads, such as NCCL's watchdog, may call CUDA during the capture.
+        # Other threads, such as NCCL's watchdog, may call CUDA during the capture, which is an error in the default
+        # mode.
         with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
             self.function(*inputs)
         with torch.cuda.device(self.stream.device):
             if dispatch.FAST and driver.unavailable() is None:
                 replace_memsets(graph.raw_cuda_graph())
             graph.instantiate()
-        torch.cuda.synchronize()  # wait for the tables that the fused update copied during the capture
+        torch.cuda.synchronize()  # wait until FusedUpdate has copied its tables on another stream
         return graph

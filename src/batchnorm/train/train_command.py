@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional, get_args, g
 from rich.console import Console
 from rich.table import Table
 
-from ..arguments import OmitArgPrefixes, arg
+from ..arguments import OmitArgPrefixes, Suppress, arg
 from ..data.image_sources import check_complete, open_source, small_images_note, training_splits
 from ..errors import between
 from ..jobs import Stopped
@@ -44,7 +44,7 @@ def _defaults(name: str) -> str:
         of_value.setdefault(_shown(getattr(recipe, name)), []).append(recipe.name)
     usual, *others = sorted(of_value, key=lambda value: -len(of_value[value]))
     exceptions = [f"{value} in {', '.join(of_value[value])}" for value in others]
-    return f"(default: {'; '.join([usual, *exceptions])})"
+    return f"({'by recipe' if exceptions else 'default'}: {'; '.join([usual, *exceptions])})"
 
 
 def _shown(value: object) -> str:
@@ -66,17 +66,21 @@ def _field(name: str, kind: Any) -> tuple[str, Any, Any]:
     return name, Annotated[Optional[kind], arg(metavar=_metavar(kind), help_behavior_hint=hint)], None  # noqa: UP045
 
 
+def make_overrides(*hidden: str) -> type[Recipe]:
+    """Return a dataclass with the fields of a recipe; a field that is None keeps the recipe's value.
+
+    The class is a subclass of Recipe, so that it inherits the descriptions of the fields, which --help shows. The
+    command line has no options for the fields in ``hidden``.
+    """
+    fields = [_field(name, kind) for name, kind in get_type_hints(Recipe).items()]
+    shown = [(name, Annotated[kind, Suppress] if name in hidden else kind, default) for name, kind, default in fields]
+    return make_dataclass("Overrides", shown, bases=(Recipe,), frozen=True)
+
+
 if TYPE_CHECKING:
     Overrides = Recipe
 else:
-    # Overrides has the fields of a recipe; None keeps the recipe's value. As a subclass of Recipe, the class inherits
-    # the fields' descriptions.
-    Overrides = make_dataclass(
-        "Overrides",
-        [_field(name, kind) for name, kind in get_type_hints(Recipe).items()],
-        bases=(Recipe,),
-        frozen=True,
-    )
+    Overrides = make_overrides()
 
 
 def train(
@@ -95,8 +99,8 @@ def train(
     0 if the run finished, 1 if it diverged, and 130 if it was stopped.
 
     Args:
-        recipe: one of the paper's runs; with --network, the run whose learning rate, schedule and augmentation to use
-            (default: bn-x5).
+        recipe: one of the paper's runs; with --network, the run whose learning rate, schedule and augmentation to use,
+            by default bn-x5
         options: data, folder, device and how often to report.
         overrides: fields of the recipe to change.
     """
@@ -105,7 +109,7 @@ def train(
     chosen = resolve(RECIPES[recipe or "bn-x5"], overrides)
     if not chosen.name:
         raise ValueError("name is empty: give the run a name, which is also the name of its folder")
-    silent = os.environ.get("RANK", "0") != "0"  # only one of torchrun's processes prints
+    silent = os.environ.get("RANK", "0") != "0"
     _, note = check_before_training(chosen, options)
     if note is not None and not silent:
         print(note)
@@ -115,7 +119,7 @@ def train(
         raise KeyboardInterrupt(str(stopped)) from stopped
     if not silent:
         folder, trust = options.folder(chosen), " --trust" if chosen.needs_trust else ""
-        print(_summary(result, folder, frozen=chosen.freeze_statistics))
+        print(_summary(result, folder))
         if not result.diverged:
             print(f"next: batchnorm predict {folder} IMAGE...{trust}\n      batchnorm fold {folder} -o net.onnx{trust}")
     if result.diverged:
@@ -192,26 +196,28 @@ def resolve(recipe: Recipe, overrides: Recipe) -> Recipe:
 def _name(own: Recipe) -> str:
     """Return a run's default name: its network's file or module, the function, and the change, joined by hyphens.
 
-    >>> _name(Recipe(factory="nets/small.py:build", normalize="insert")), _name(Recipe(factory="timm:resnet50"))
+    >>> _name(Recipe(factory="nets/small.py:build", normalize="insert")), _name(Recipe(factory="timm/resnet50"))
     ('small-build-insert', 'timm-resnet50')
     """
     source, _, function = own.factory.rpartition(":")
-    parts = (Path(source).name.removesuffix(".py"), function, own.normalize)
+    parts = (Path(source).name.removesuffix(".py"), function.replace("/", "-"), own.normalize)
     return "-".join(part for part in parts if part not in ("", "as-is"))
 
 
-def _summary(result: Result, out: Path, *, frozen: bool = False) -> str:
+def _summary(result: Result, out: Path) -> str:
     if result.diverged:
         return f"{result.recipe}: diverged by step {result.steps:,}; see {out / 'metrics.jsonl'}"
     assert result.top1 is not None
     assert result.top5 is not None
-    lines = [
-        f"{result.recipe}: top-1 {result.top1:.2%}, top-5 {result.top5:.2%} after {result.steps:,} steps"
-        f" (folded, {'frozen' if frozen else 'population'} statistics)"
-    ]
+    folded, by = {
+        "population": (" (folded, population statistics)", " with running averages"),
+        "frozen": (" (folded, frozen statistics)", " with frozen statistics"),
+        "none": ("", ""),
+    }[result.statistics]
+    accuracies = f"top-1 {result.top1:.2%}, top-5 {result.top5:.2%}"
+    lines = [f"{result.recipe}: {accuracies} after {result.steps:,} steps{folded}"]
     if result.best_top1 is not None:
-        by = "frozen statistics" if frozen else "running averages"
-        lines.append(f"best top-1 with {by}: {result.best_top1:.2%} at step {result.best_step:,}")
+        lines.append(f"best top-1{by}: {result.best_top1:.2%} at step {result.best_step:,}")
     lines += [
         f"steps to {float(k):.1%}: {'not reached' if v is None else f'{v:,}'}" for k, v in result.steps_to.items()
     ]

@@ -187,7 +187,6 @@ def _is_rgb(image: Tensor) -> bool:
 
 
 def _as_list(images: AnImage | Sequence[AnImage]) -> list[AnImage]:
-    """Return the images as a list; one image becomes a list of one."""
     if isinstance(images, Tensor):
         return list(images) if images.dim() == 4 else [images]
     if isinstance(images, str | os.PathLike) or not hasattr(images, "__iter__"):

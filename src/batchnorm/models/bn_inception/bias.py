@@ -1,7 +1,8 @@
 """Add a convolution's bias and apply the nonlinearity in one pass, on channels-last CUDA tensors.
 
-Networks without batch normalization use :func:`bias_act`. Torch would add the bias in one pass and apply the
-nonlinearity in another. In the backward pass, torch would need an additional pass to sum the bias's gradient.
+The variants of the network without batch normalization use :func:`bias_act`. Torch would add the bias in one pass over
+the tensor and apply the nonlinearity in another. In the backward pass, torch would need an additional pass to sum the
+bias's gradient.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from ...ops.cuda.layout import row_stride
 from ...ops.cuda.schedule import up
 from .channels_last import ChannelTiles, empty, readable
 
-PARTS = 256  # a backward pass over a large tensor has at least this many programs, to keep a GPU busy
+PARTS = 256  # minimum number of Triton programs in the backward pass of a large tensor; fewer would not fill a GPU
 
 
 def bias_act(x: Tensor, bias: Tensor, activation: Literal["relu", "sigmoid"]) -> Tensor:
@@ -36,7 +37,7 @@ class _BiasAct(torch.autograd.Function):
         row, y = row_stride(x), empty(x, tuple(x.shape))
         t = ChannelTiles(x, (row, c), n * h * w)
         numbers = (n * h * w, c // t.align, row // t.align)
-        with torch.cuda.device_of(x):  # Triton launches on the current device
+        with torch.cuda.device_of(x):
             forward[(t.programs,)](x, bias.contiguous(), y, *numbers, sigmoid, *t.constants)
         ctx.save_for_backward(y, bias)
         ctx.sigmoid = sigmoid
@@ -45,14 +46,14 @@ class _BiasAct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor, None]:
         y, bias = ctx.saved_tensors
-        if torch.is_grad_enabled():  # create_graph=True: use torch's differentiable operations
+        if torch.is_grad_enabled():
             dz = dy * (y * (1 - y) if ctx.sigmoid else y > 0)
             return dz, dz.sum((0, 2, 3)).to(bias.dtype), None
         from .triton.bias import backward
 
         n, c, h, w = y.shape
         dy, row = readable(dy)
-        # Saved-tensor hooks such as save_on_cpu may change the layout.
+        # Saved-tensor hooks such as save_on_cpu may have changed the layout, but the kernel needs channels last.
         y = y.contiguous(memory_format=torch.channels_last)
         dx, pixels = empty(y, tuple(y.shape)), n * h * w
         t = ChannelTiles(y, (row, c), pixels)

@@ -1,10 +1,10 @@
 """The building blocks of the appendix network: a convolution unit, the separable stem, an Inception module.
 
-Some consecutive linear maps can be merged or swapped without changing the result, except for rounding. On a GPU, these
-modules rearrange their computation accordingly during training, to save time. Inception modules also do so in
-evaluation without gradients. In all other cases, the modules call their children one after the other, so that functions
-such as ``fold`` see the paper's network. Set ``rearrange`` to True or False to override this choice. Rearranging does
-not change the parameters.
+A rearranged module merges or swaps linear maps to save time. Its result and its parameters are those of the paper's
+network, except for rounding. By default, modules are rearranged in training on a GPU. Inception modules are also
+rearranged in evaluation on a GPU, if gradients are disabled and this library's kernels support every branch. A module
+that is not rearranged calls its children one after the other, so that functions such as ``fold`` see the paper's
+network. Set a module's ``rearrange`` attribute to True or False to override the default.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _B = TypeVar("_B")
 
 
 class InceptionRow(NamedTuple):
-    """The row of the appendix table that describes one Inception module; a filter count is 0 if the table has none.
+    """The row of the appendix table that describes one Inception module; filter counts that the table leaves out are 0.
 
     Paper: Appendix, Inception architecture
     """
@@ -61,11 +61,14 @@ class InceptionRow(NamedTuple):
     projection: int
 
     def outputs(self, inputs: int) -> int:
-        """Return the number of output channels; without a projection, the pooling branch outputs all input channels."""
+        """Return the module's number of output channels, given its number of input channels.
+
+        Without a projection, the pooling branch outputs all input channels.
+        """
         return self.one + self.three + self.double33 + (self.projection or inputs)
 
     def times(self, width: float) -> InceptionRow:
-        """Return the row with all numbers of filters multiplied by ``width``."""
+        """Return the row with all filter counts multiplied by ``width`` and rounded."""
         one, reduce3, three, reduce33, double33 = (scaled(n, width) for n in self[2:7])
         projection = scaled(self.projection, width)
         return InceptionRow(self.name, self.stride, one, reduce3, three, reduce33, double33, self.pool, projection)
@@ -80,15 +83,14 @@ class Unit(nn.Sequential):
     """Apply a convolution, and then either batch normalization fused with the nonlinearity or the nonlinearity alone.
 
     On a GPU, a rearranged unit without batch normalization adds the bias and applies the nonlinearity in one kernel.
-    If a max pool follows a rearranged unit with batch normalization in a
-    :class:`~batchnorm.models.bn_inception.network.Network`, the normalization and the pool are computed together if
-    possible.
+    In a :class:`~batchnorm.models.bn_inception.network.Network`, the batch normalization of a rearranged unit and a max
+    pool that follows the unit are computed together if possible.
 
     Paper: Sec. 3.2, z = g(BN(Wu)); z = g(Wu + b)
     """
 
     conv: nn.Conv2d
-    bn: BatchNorm2d  # missing if the unit does not normalize; the convolution then has a bias
+    bn: BatchNorm2d  # units without batch normalization lack this attribute, and their convolution has a bias
     rearrange: bool | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -97,7 +99,8 @@ class Unit(nn.Sequential):
             if is_aside() and _is_dense(self[0]):
                 return self.finish(self.convolve(x))
             return super().forward(x)  # type: ignore[no-any-return, no-untyped-call]
-        # Torch's own method supports any dilation, groups and padding mode that the user may have set.
+        # Pass no bias to _conv_forward(), because finish() adds it. _conv_forward() supports any dilation, groups and
+        # padding mode that the user has set.
         return self.finish(self.conv._conv_forward(x, self.conv.weight, None))
 
     def convolve(self, x: Tensor) -> Tensor:
@@ -108,7 +111,7 @@ class Unit(nn.Sequential):
         return convolve(x, cast(Tensor, conv.weight), conv.stride, conv.padding)
 
     def finish(self, product: Tensor) -> Tensor:
-        """Add the convolution's bias, if it has one, and apply the modules that follow the convolution."""
+        """Add the convolution's bias, if any, to ``product``, and apply the modules that follow the convolution."""
         bias = self.conv.bias
         if bias is not None:
             if self._is_plain() and not torch.compiler.is_compiling() and takes(product):
@@ -128,16 +131,17 @@ class Unit(nn.Sequential):
         return _rearranged(self, x) and not is_watched() and all(map(is_quiet, (self, self[1], pool)))
 
     def pooled(self, x: Tensor, pool: nn.Module) -> Tensor:
-        """Apply the unit and then a max pool, if possible without writing the intermediate tensor to memory."""
+        """Apply the unit and then a max pool, if possible without writing the unit's output to memory."""
         bn, product = cast(BatchNorm2d, self[1]), self.convolve(x)
         if can_pool(bn, pool, product):
             return normalize_and_pool(bn, product)
         return cast(Tensor, pool(bn(product)))
 
     def joins(self) -> bool:
-        """Return whether the convolution can be merged with others.
+        """Return whether the unit's convolution can be merged with other convolutions of the same input.
 
-        It must be an ``nn.Conv2d`` of stride 1 without groups, and the unit and the convolution must have no hooks.
+        The convolution must be an ``nn.Conv2d`` of stride 1 without groups, and the unit and the convolution must have
+        no hooks.
         """
         conv = self[0]
         plain = type(conv) is nn.Conv2d and conv.groups == 1 and conv.stride == (1, 1)
@@ -153,7 +157,6 @@ class Unit(nn.Sequential):
 
 
 def _is_dense(conv: nn.Module) -> bool:
-    """Return whether a module is an ``nn.Conv2d`` with numeric zero padding and no bias, groups, dilation or hooks."""
     if type(conv) is not nn.Conv2d or conv.bias is not None or not is_quiet(conv) or is_watched():
         return False
     return (
@@ -164,21 +167,21 @@ def _is_dense(conv: nn.Module) -> bool:
     )
 
 
-# (inputs, outputs, kernel, stride, height of the output map, row) -> unit
+# The arguments are: input channels, output channels, kernel size, stride, output height, name of the table's row.
 MakeUnit = Callable[[int, int, int, int, int, str], Unit]
 
 
 class SeparableConv2d(nn.Sequential):
     """Convolve each input channel with its own ``multiplier`` filters, then mix the results with a 1x1 convolution.
 
-    Let D[i, m] be the m-th depthwise filter of input channel i, and P[o, i, m] its pointwise weight for output channel
-    o. The dense convolution with the weights W[o, i] = sum_m P[o, i, m] D[i, m] has the same result. A rearranged
-    module computes this dense convolution, which needs more multiply-adds, but runs as one matrix product and stores no
-    depthwise activations for the backward pass.
+    Let D[i, m] be the m-th depthwise filter of input channel i, and P[o, i, m] the weight of that filter's output in
+    output channel o. The dense convolution with the weights W[o, i] = sum_m P[o, i, m] D[i, m] has the same result. A
+    rearranged module computes this dense convolution, which needs more multiply-adds, but runs as one matrix product
+    and stores no depthwise activations for the backward pass.
 
-    If ``by_blocks`` is set, the stride is 2 and the kernel is square with an odd size, the dense convolution reads the
-    image as blocks of 2x2 pixels with four times the channels. The result is the same, but tensor cores are faster with
-    more than an image's three channels.
+    By default, at stride 2 and with a square kernel of odd size, the dense convolution reads the image as blocks of 2x2
+    pixels, with four times as many channels. The result is the same. Blocks are faster, because tensor cores are slow
+    with only the three channels of an image. To disable the use of blocks, set the attribute ``by_blocks`` to False.
 
     >>> conv = SeparableConv2d(3, 64, 7, stride=2, multiplier=8)
     >>> x, conv.rearrange = torch.randn(1, 3, 16, 16), True
@@ -202,11 +205,11 @@ class SeparableConv2d(nn.Sequential):
         self.by_blocks = True
 
     def composed_weight(self) -> Tensor:
-        """Return the dense kernel W as a differentiable tensor; autocast does not lower its precision."""
+        """Return the dense convolution's weight W as a differentiable tensor; autocast does not lower its precision."""
         return compose(self.pointwise.weight, self.depthwise.weight, self.depthwise.groups)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply the dense convolution, or the two convolutions one after the other."""
+        """Apply the dense convolution if the module is rearranged, and otherwise the two convolutions in order."""
         if not _rearranged(self, x) or not self._is_as_built():
             return super().forward(x)  # type: ignore[no-any-return, no-untyped-call]
         weight, bias, stride = self.composed_weight(), self.pointwise.bias, self.depthwise.stride
@@ -220,7 +223,6 @@ class SeparableConv2d(nn.Sequential):
         return y
 
     def _is_as_built(self) -> bool:
-        """Return whether both convolutions have the options that ``__init__`` gave them, and no hooks."""
         if len(self) != 2 or is_watched() or not all(type(conv) is nn.Conv2d and is_quiet(conv) for conv in self):
             return False
         first, second = self.depthwise, self.pointwise
@@ -239,17 +241,19 @@ class SeparableConv2d(nn.Sequential):
 class InceptionModule(nn.Module):
     """Apply a 1x1, a 3x3, a double 3x3 and a pooling branch to the same input, and concatenate their outputs.
 
-    A rearranged module computes the 1x1 convolutions of its input as one convolution with concatenated weights. It
-    averages after the projection instead of before it, because the projection has fewer output than input channels:
-    avg(Wx) = W avg(x). If the kernels support every branch, the branches also write directly to their channels of the
-    output, and in training several branches are normalized together. In evaluation on a GPU without gradients, the
-    module is rearranged only if the kernels support every branch. With ``side_by_side``, a rearranged module runs
-    convolutions of two branches at the same time, on two CUDA streams.
+    A rearranged module computes the 1x1 convolutions of its input as one convolution with concatenated weights. In an
+    average pooling branch, a rearranged module pools after the projection instead of before it, because the projection
+    reduces the number of channels; the result is the same, since avg(Wx) = W avg(x).
+
+    If this library's kernels support every branch, the branches write directly to their channels of the module's
+    output, and in training several branches are normalized together. In evaluation on a GPU with gradients disabled,
+    the module is rearranged only if the kernels support every branch. If the attribute ``side_by_side`` is True, a
+    rearranged module runs convolutions of different branches at the same time, on two CUDA streams.
 
     Args:
         inputs: the number of input channels.
-        row: the module's row of the table.
-        size: height of the input map.
+        row: the module's row of the appendix table.
+        size: height of the input.
         unit: function that makes a convolution with its normalization and nonlinearity.
 
     Paper: Appendix, Inception architecture
@@ -272,8 +276,8 @@ class InceptionModule(nn.Module):
                 conv2=unit(row.double33, row.double33, 3, row.stride, out, row.name),
             )
         )
-        # The average leaves constants unchanged, even at the border, so it can be swapped with a projection that has a
-        # bias.
+        # AvgPool2d does not count the padding, so it leaves constants unchanged, even at the border. This is why it can
+        # be swapped with a projection that has a bias.
         pool: nn.Module = AvgPool2d() if row.pool == "avg" else MaxPool2d(row.stride)
         self.pool = nn.Sequential(OrderedDict(pool=pool))
         if row.projection:
@@ -298,25 +302,27 @@ class InceptionModule(nn.Module):
         return torch.cat([branch(x) for branch in branches], 1)
 
     def _is_as_built(self) -> bool:
-        """Return whether the branches still have the number and the types of layers that ``__init__`` gave them."""
         lengths = [len(b) if type(b) is nn.Sequential else 0 for b in (self.three, self.double33, self.pool)]
         if lengths[:2] != [2, 3] or lengths[2] not in (1, 2):
             return False
-        # Only a linear pool can be swapped with the projection.
+        # Average pooling can be swapped with the projection because it is linear; other pools may not be.
         if self.projects_first and not isinstance(self.pool[0], nn.AvgPool2d):
             return False
         units = [*self.three, *self.double33, *list(self.pool)[1:], *([] if self.one is None else [self.one])]
         return all(type(unit) is Unit for unit in units)
 
     def _heads(self) -> dict[str, Unit]:
-        """Return the units whose 1x1 convolutions read the input, including a projection that can precede the pool."""
+        """Return the units that convolve the module's input, including a projection that can precede the pool."""
         heads = {"one": self.one, "three": self.three[0], "double": self.double33[0]}
         if self.projects_first:
             heads["project"] = self.pool[1]
         return {name: cast(Unit, head) for name, head in heads.items() if head is not None}
 
     def joined_kernels(self) -> list[Tensor]:
-        """Return the kernels of the convolutions that are computed as one, in order, or an empty list if none are."""
+        """Return the kernels of the 1x1 convolutions that a rearranged module merges, in order.
+
+        The list is empty if the convolutions cannot be merged.
+        """
         heads = self._heads().values() if self._is_as_built() else ()
         return [head.conv.weight for head in heads] if all(head.joins() for head in heads) else []
 
@@ -340,7 +346,6 @@ class InceptionModule(nn.Module):
         return torch.cat([*first, double, pooled], 1)
 
     def _is_fused(self, x: Tensor, units: dict[str, Unit]) -> bool:
-        """Return whether :meth:`_fused` supports all branches; they must use this library's layers, without hooks."""
         used = [*units.values(), *self._ends(), *cast(list[Unit], list(self.pool)[1:])]
         if not all(len(unit) == 2 and isinstance(unit[1], BatchNorm2d) for unit in used):
             return False
@@ -353,7 +358,7 @@ class InceptionModule(nn.Module):
         if any(unit.conv.bias is not None for unit in units.values()):
             return False
         autocast = torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) != x.dtype
-        several = x.numel() > x.shape[1] * stride**2  # each channel of the output has more than one value
+        several = x.numel() > x.shape[1] * stride**2  # ensures that each output channel has more than one value
         return several and not autocast and all(map(is_quiet, (*used, *layers))) and can_join(layers, x)
 
     def _ends(self) -> tuple[Unit, Unit]:
@@ -376,7 +381,8 @@ class InceptionModule(nn.Module):
         kernels = [unit.conv.weight for unit in units.values()]
         kernel = join_kernels(kernels)
         sources = [convolve(x, kernel, (1, 1), (0, 0)) if are_neighbours(kernels) else F.conv2d(x, kernel)]
-        # The outputs of the reducing convolutions are not part of the module's output.
+        # The units "three" and "double" feed further convolutions, so their outputs are not part of the module's
+        # output.
         places = {"one": to.get("one"), "project": to["project"]}
         starts = accumulate((unit.conv.out_channels for unit in units.values()), initial=0)
         heads = [
@@ -406,7 +412,7 @@ class InceptionModule(nn.Module):
 def both(first: Callable[[], _A], second: Callable[[], _B]) -> tuple[_A, _B]:
     """Call two functions on two CUDA streams, so that their kernels can overlap in the forward and the backward pass.
 
-    The memory of a tensor that one stream allocates and the other reads is reused only after the streams synchronize.
+    Tensors that both streams use need no ``record_stream``: the streams wait for each other before and after the calls.
     """
     main, side = torch.cuda.current_stream(), _side_stream()
     side.wait_stream(main)
@@ -419,17 +425,16 @@ def both(first: Callable[[], _A], second: Callable[[], _B]) -> tuple[_A, _B]:
 
 @cache
 def _side_stream() -> torch.cuda.Stream:
-    return torch.cuda.Stream(priority=-1)  # the priority of the stream that captures training steps
+    return torch.cuda.Stream(priority=-1)  # the same priority as the stream that runs training steps in train/step.py
 
 
 def _rearranged(module: Unit | SeparableConv2d | InceptionModule, x: Tensor | torch.fx.Proxy) -> bool:
-    if isinstance(x, torch.fx.Proxy):  # torch.fx is tracing: record the paper's network
+    if isinstance(x, torch.fx.Proxy):  # torch.fx must record the paper's network
         return False
     return module.training and x.is_cuda if module.rearrange is None else module.rearrange
 
 
 def _is_evaluated(module: InceptionModule, x: Tensor | torch.fx.Proxy) -> bool:
-    """Return whether ``x`` is on a GPU, the module is evaluated without gradients, and ``rearrange`` is None."""
     if isinstance(x, torch.fx.Proxy) or module.rearrange is not None:
         return False
     return x.is_cuda and not module.training and not torch.is_grad_enabled()

@@ -15,12 +15,12 @@ from ...ops.torch_state import is_forward_mode, is_observed, is_transformed
 
 
 def takes(x: Tensor | torch.fx.Proxy) -> bool:
-    """Return whether the kernels support ``x``.
+    """Return whether the kernels for channels-last CUDA tensors support ``x``.
 
-    >>> takes(torch.zeros(1, 8, 4, 4))  # not on a GPU
+    >>> takes(torch.zeros(1, 8, 4, 4))  # a tensor on the CPU
     False
     """
-    if isinstance(x, torch.fx.Proxy):  # torch.fx is tracing
+    if isinstance(x, torch.fx.Proxy):
         return False
     if not x.is_cuda or x.dim() != 4 or x.dtype not in DTYPES or not HAS_TRITON or x.numel() == 0:
         return False
@@ -33,7 +33,7 @@ def takes(x: Tensor | torch.fx.Proxy) -> bool:
 
 
 class ChannelTiles:
-    """Divide the pixels and channels of a tensor among programs, in tiles of P pixels and V channels."""
+    """Divide a tensor among Triton programs, in tiles of P pixels and V channels."""
 
     def __init__(self, x: Tensor, strides: tuple[int, ...], pixels: int) -> None:
         channels = x.shape[1]
@@ -45,28 +45,29 @@ class ChannelTiles:
 
     @property
     def constants(self) -> tuple[int, int, int]:
-        """P, V and A; A divides the number of channels and all strides."""
+        """The kernels' constants P, V and A; A divides the number of channels and all strides."""
         return self.pixels, self.channels, self.align
 
 
 class ColumnTiles:
-    """Divide the windows of a max pool among programs.
+    """Divide the windows of a max pool among Triton programs.
 
-    A unit of work is one or more rows of windows, processed from top to bottom, with P columns and V channels in each
-    row. The columns of all images are numbered consecutively.
+    A unit consists of one or more rows of windows, with P windows in each row. A program processes V channels of a
+    unit, row by row from top to bottom. The columns of windows in all images are numbered consecutively, so that a unit
+    can extend over several images.
     """
 
     THREADS = 128
 
     def __init__(self, shape: tuple[int, ...], align: int, stride: int, itemsize: int) -> None:
         n, c, h, w = shape
-        height, width = up(h, stride), up(w, stride)  # the numbers of windows in a column and in a row
+        height, width = up(h, stride), up(w, stride)  # windows per column and per row of an image
         self.align = align
         self.channels = min(max(power_up(c), 2), 128 // itemsize)
-        self.columns = 16 * self.THREADS // itemsize // self.channels  # 16 bytes per thread
+        self.columns = 16 * self.THREADS // itemsize // self.channels  # each thread handles 16 bytes per row
         self.slices = up(c, self.channels)
         blocks = up(n * width, self.columns)
-        # With more rows per unit, fewer rows are read twice, but there are also fewer units to keep the GPU busy.
+        # With more rows per unit, fewer rows of pixels are read twice, but too few units would not fill the GPU.
         rows = max(1, min(8, blocks * self.slices * height // 2048))
         share = up(height, up(height, rows))
         self.units = blocks * up(height, share)
@@ -74,7 +75,7 @@ class ColumnTiles:
 
     @property
     def constants(self) -> tuple[int, int, int]:
-        """P, V and A; A divides the number of channels and all strides."""
+        """The kernels' constants P, V and A; A divides the number of channels and all strides."""
         return self.columns, self.channels, self.align
 
     @property
@@ -84,7 +85,7 @@ class ColumnTiles:
 
 
 def alignment(*tensors: Tensor | None) -> int:
-    """Return the largest power of two up to 16 that divides channel counts, row strides and addresses (in elements).
+    """Return the largest power of two up to 16 that divides channel counts, pixel strides and addresses, in elements.
 
     >>> alignment(torch.zeros(1, 24, 4, 4).contiguous(memory_format=torch.channels_last))
     8

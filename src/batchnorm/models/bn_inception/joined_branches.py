@@ -1,9 +1,11 @@
-"""Split and concatenate tensors without copies: kernels read and write slices, and adjacent weights form one view.
+"""Split and concatenate tensors without copies, for the branches of an Inception module.
 
-An Inception module splits the output of one convolution among several normalizations, and concatenates the outputs of
-its branches. Here, one call computes all normalizations that can run at the same time. In the forward pass, the kernels
-read slices of the convolution's output and write slices of the concatenation. In the backward pass, the kernels read
-slices of the concatenation's gradient and write slices of the convolution's gradient.
+An Inception module splits the output of one convolution among several batch normalizations, and concatenates the
+outputs of its branches. A slice is a range of a tensor's channels. In the forward pass, the kernels read slices of the
+convolution's output and write slices of the concatenated output. In the backward pass, the kernels read slices of the
+concatenated output's gradient and write slices of the gradient of the convolution's output. One call normalizes all
+branches that can be normalized at the same time. Convolution kernels that are adjacent in memory are joined to one
+tensor without a copy.
 """
 
 from __future__ import annotations
@@ -27,13 +29,13 @@ from .pooling import average_into, empty_maxima, empty_places, max_pool_backward
 
 
 class Part(NamedTuple):
-    """A layer, its input and its output, for :func:`normalize_together`."""
+    """A batch normalization layer, its input and its output, for :func:`normalize_together`."""
 
     bn: BatchNorm2d
-    source: int  # index of the source tensor to read
-    start: int = 0  # first channel to read
-    y: Tensor | None = None  # the output tensor; None allocates one
-    averaged: bool = False  # average 3x3 windows before normalizing
+    source: int  # the index of the tensor that holds the layer's input
+    start: int = 0  # the first channel of the layer's input in that tensor
+    y: Tensor | None = None  # the tensor to write the output to; None allocates a new one
+    averaged: bool = False  # whether to average 3x3 windows of the input before normalizing
 
 
 def can_join(layers: Sequence[BatchNorm2d], x: Tensor) -> bool:
@@ -54,7 +56,7 @@ def can_join(layers: Sequence[BatchNorm2d], x: Tensor) -> bool:
     )
     if not alike or not takes(x) or is_forward_mode() or is_active():
         return False
-    # A vector is None here if the layer does not have it, or if torch.nn.utils.parametrize computes it.
+    # A parameter that torch.nn.utils.parametrize computes is not in `_parameters`, so it is None here.
     vectors = [v.get(k) for bn in layers for v, names in _vectors(bn) for k in names]
     channels = [bn.features for bn in layers for _ in range(4)]
     counts = [bn._buffers.get(k) for bn in layers for k in ("num_batches_tracked", "num_batches_skipped")]
@@ -73,13 +75,12 @@ def _vectors(bn: BatchNorm2d) -> list[tuple[dict[str, Tensor | None], tuple[str,
 
 
 def normalize_together(parts: Sequence[Part], *sources: Tensor) -> tuple[Tensor, ...]:
-    """Normalize all parts and return their outputs; :func:`can_join` says which layers and tensors are supported.
+    """Run the layers of all parts and return their outputs; :func:`can_join` says which layers and tensors are valid.
 
-    With batch statistics, the parts share launches unless their inputs are large. The running averages are updated,
-    except when activation checkpointing recomputes the forward pass. In evaluation, the parts are normalized one by one
-    by their running averages.
+    With batch statistics, one launch normalizes several parts, unless the inputs are large. The running averages are
+    updated, except when activation checkpointing recomputes the forward pass. In evaluation, each part is normalized
+    separately, by its layer's running averages.
     """
-    # cuDNN's outputs are already channels last, so they are not copied.
     sources = tuple(s.contiguous(memory_format=torch.channels_last) for s in sources)
     if not parts[0].bn.uses_batch_statistics:
         return tuple(_inferred(part, sources[part.source]) for part in parts)
@@ -103,8 +104,8 @@ def _check_shapes(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
     for x, y in zip(xs, ys, strict=True):
         if x.shape != y.shape:
             raise ValueError(
-                f"cannot concatenate the branches: a branch has shape {tuple(x.shape)}, but its part of the output has"
-                f" shape {tuple(y.shape)}"
+                "cannot concatenate the branches of an Inception module: a branch has the output shape"
+                f" {tuple(x.shape)} instead of {tuple(y.shape)}; check the strides and paddings of its convolutions"
             )
 
 
@@ -112,7 +113,7 @@ class _Together(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parts: Sequence[Part], count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         sources, parameters = tensors[:count], tensors[count:]
-        # Save the layout of the parts, but not their outputs: the autograd graph must not keep the outputs in memory.
+        # Do not save `parts` itself: it refers to the outputs, so the autograd graph would keep them in memory.
         ctx.places = [(p.source, p.start, p.bn.features[0], p.averaged) for p in parts]
         ctx.options = (parts[0].bn.eps, parts[0].bn.activation)
         averaged = [_average(sources[s][:, a : a + c]) for s, a, c, pooled in ctx.places if pooled]
@@ -135,7 +136,7 @@ class _Together(torch.autograd.Function):
         a, b = ctx.counts
         *tensors, stats = ctx.saved_tensors
         parameters = tensors[a + b :]
-        # Saved-tensor hooks such as save_on_cpu may change the layout.
+        # Saved-tensor hooks such as save_on_cpu may have changed the layout, but the kernels need channels last.
         tensors = [t.contiguous(memory_format=torch.channels_last) for t in tensors[: a + b]]
         sources, averaged = tensors[:a], tensors[a:]
         if torch.is_grad_enabled():
@@ -154,9 +155,9 @@ class _Together(torch.autograd.Function):
 def _inputs(
     places: Sequence[tuple[int, int, int, bool]], sources: Sequence[Tensor], averaged: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Return the input of each part: its averaged slice, or a view of its source.
+    """Return each part's input: the next tensor of ``averaged`` if the part is averaged, else a slice of its source.
 
-    The backward pass also calls this function on gradients, to get the tensors that receive the inputs' gradients.
+    Given the gradients of these tensors instead, return the gradient of each part's input, in the same memory.
     """
     pooled = iter(averaged)
     return [next(pooled) if is_averaged else sources[s][:, a : a + c] for s, a, c, is_averaged in places]
@@ -177,7 +178,7 @@ def running_of(bn: BatchNorm2d) -> Kept:
 def _differentiable(
     ctx: Any, dys: Sequence[Tensor], sources: Sequence[Tensor], parameters: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Compute the gradients with differentiable operations, so that they can be differentiated again."""
+    """Return the gradients of the sources and of the parameters, computed with differentiable operations."""
     eps, activation = ctx.options
     parts: list[list[Tensor]] = [[] for _ in sources]
     gradients = []
@@ -193,8 +194,8 @@ def _differentiable(
 def max_pool_beside(x: Tensor, stride: int, to: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return ``x`` and the maxima of its 3x3 windows, which are written to ``to`` if it is given.
 
-    Other layers should read the returned ``x`` instead of the original: in the backward pass, the kernel that writes
-    the pool's gradient then also adds the gradient from these layers.
+    Other layers should read the returned ``x`` instead of the original. Then, in the backward pass, the pool's kernel
+    adds the gradient from these layers to the gradient from the pool, without another pass over the tensor.
     """
     both: tuple[Tensor, Tensor] = _PoolBeside.apply(x, stride, [to])  # type: ignore[no-untyped-call]
     return both
@@ -220,7 +221,7 @@ class _PoolBeside(torch.autograd.Function):
 
 
 class Concatenation:
-    """A channels-last tensor that is written part by part and differentiated as a concatenation.
+    """A channels-last tensor whose channels are written in parts, and which autograd treats as their concatenation.
 
     >>> parts = Concatenation(torch.zeros(2, 3, 4, 4), (1, 2), (4, 4))
     >>> y = parts.join([part.fill_(k) for k, part in enumerate(parts.parts)])
@@ -241,7 +242,7 @@ class Concatenation:
 
 
 def _lying_in(whole: Tensor, start: int, channels: int) -> Tensor:
-    """Return some channels of a tensor, in the same memory, as a tensor that autograd does not treat as a view."""
+    """Return a slice of a tensor, in the same memory, as a tensor that autograd does not treat as a view."""
     shape = (whole.shape[0], channels, *whole.shape[2:])
     part = torch.empty(0, dtype=whole.dtype, device=whole.device)
     return part.set_(whole.untyped_storage(), whole.storage_offset() + start, shape, whole.stride())
@@ -261,7 +262,7 @@ class _Join(torch.autograd.Function):
 def join_kernels(kernels: Sequence[Tensor]) -> Tensor:
     """Concatenate 1x1 convolution kernels along the output channels, without a copy if they are adjacent in memory.
 
-    If a compiler, transform, tracer or mode is active, this function calls ``torch.cat`` instead.
+    If a compiler, a ``torch.func`` transform, a tracer or a mode is active, the kernels are always copied.
     """
     if not is_unseen(*kernels) or is_forward_mode():
         return torch.cat(list(kernels))
@@ -272,7 +273,8 @@ def join_kernels(kernels: Sequence[Tensor]) -> Tensor:
 class _JoinedKernels(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *kernels: Tensor) -> Tensor:
-        # Save the kernels, so that autograd detects in-place changes: a joined view has its own version counter.
+        # Save the kernels, so that autograd detects in-place changes of them before the backward pass. The joined
+        # tensor has its own version counter, which does not count these changes.
         ctx.save_for_backward(*kernels)
         return joined_view(kernels) if are_neighbours(kernels) else torch.cat(kernels)
 
@@ -282,7 +284,7 @@ class _JoinedKernels(torch.autograd.Function):
 
 
 def are_neighbours(kernels: Sequence[Tensor]) -> bool:
-    """Return whether the kernels lie one after the other in one storage."""
+    """Return whether 1x1 convolution kernels of the same dtype lie one after the other in one storage."""
     first, rows = kernels[0], kernels[0].shape[1]
     return all(k.stride(0) == rows and k[0].numel() == rows and k.dtype == first.dtype for k in kernels) and all(
         a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
@@ -292,7 +294,7 @@ def are_neighbours(kernels: Sequence[Tensor]) -> bool:
 
 
 def joined_view(kernels: Sequence[Tensor]) -> Tensor:
-    """Return kernels that are adjacent in memory as one tensor, which autograd does not treat as a view of them."""
+    """Return kernels that are adjacent in memory as one tensor, which autograd does not treat as a view."""
     first, rows = kernels[0], kernels[0].shape[1]
     whole = torch.empty(0, dtype=first.dtype, device=first.device)
     shape, stride = (sum(map(len, kernels)), rows, 1, 1), (rows, 1, rows, rows)

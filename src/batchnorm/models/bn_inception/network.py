@@ -18,11 +18,11 @@ from .channels_last import takes
 from .pooling import GlobalAvgPool2d, MaxPool2d
 from .weight_gradients import is_aside, linear, note_cut
 
-# The printed table. By its filter counts, 4c and 4d each have 608 output channels, but its output column says 576: see
-# `projection` below.
+# The table as printed, which contradicts itself: by its filter counts, 4c and 4d each have 608 output channels, but its
+# output column says 576. The argument `projection` of inception() chooses between the two numbers.
 # fmt: off
 APPENDIX = (
-    #            name stride #1x1 3x3 reduce, 3x3  double reduce, double  pool + projection (0: pass through)
+    #            name stride #1x1 3x3 reduce, 3x3  double reduce, double  pool + projection (0: no projection)
     InceptionRow("3a",  1,    64,      64,    64,           64,     96,   "avg",  32),
     InceptionRow("3b",  1,    64,      64,    96,           64,     96,   "avg",  64),
     InceptionRow("3c",  2,     0,     128,   160,           64,     96,   "max",   0),
@@ -36,10 +36,10 @@ APPENDIX = (
 )
 # fmt: on
 AMBIGUOUS = ("4c", "4d")
-# In training with WeightGradients, the weights of this layer and of all later layers, about 90% of all weights, are
-# updated while the backward pass of the earlier layers runs.
+# With WeightGradients, the backward pass is divided at the input of this layer. The weights of this layer and of all
+# later layers, about 90% of all weights, are updated while the backward pass of the earlier layers runs.
 CUT = "inception_4a"
-SMALLEST_MAP = 4  # smallest height of the last feature map; the paper uses only images of 224 px
+SMALLEST_MAP = 4  # for small images, early strides are dropped to keep the last feature map at least this high
 
 
 def inception(
@@ -64,12 +64,13 @@ def inception(
 
     The defaults build the network of BN-x5 and BN-x30. The paper's Inception without batch normalization is
     ``norm=None, local_response=True, dropout=0.4``. For small images, early strides are dropped so that the last map is
-    at least 4x4: below 97 px the first max pool is left out, and below 49 px the first convolution also has stride 1.
+    at least 4x4: below 97 px the first max pool is left out, and below 49 px the first convolution has stride 1
+    instead of 2.
 
     Args:
         classes: the number of classes.
         size: height and width of the images, 32 or more.
-        norm: "batch" normalizes before every nonlinearity; None uses biases instead.
+        norm: "batch" normalizes before every nonlinearity; None uses biases instead of normalization.
         activation: the nonlinearity.
         stem: kind of the first convolution (7x7): "separable", with depth multiplier 8, or "plain".
         projection: filters of the pool projection in 4c and 4d. The table prints 128, but its output column
@@ -80,7 +81,7 @@ def inception(
         per_activation: rows, such as ("5b",), whose normalization has statistics, gamma and beta for each activation
             instead of each feature map.
         width: factor for all numbers of filters: 1 for the paper's network, less for quick trials on a CPU.
-        init: "kaiming", or "xavier", which was usual in 2014; the paper does not say which one it used.
+        init: "kaiming", or "xavier", which was usual in 2014; the paper does not say how it initialized the weights.
         init_scale: factor for the initial weights of the convolutions, except the depthwise one.
         eps: number added to the variance; the paper gives no value (1e-3 is TF-Slim's).
         momentum: weight of a new batch in the running averages; None weights all batches equally. The paper gives no
@@ -88,7 +89,8 @@ def inception(
         seed: seed of the initial weights; None draws from torch's global generator.
 
     Raises:
-        ValueError: for images under 32 px, an unknown row, or ``per_activation`` without normalization.
+        ValueError: if ``size`` is below 32, if ``per_activation`` names an unknown row, or if ``per_activation`` is
+            given without normalization.
 
     >>> net = inception(classes=10, size=32)
     >>> net.eval()(torch.zeros(1, 3, 32, 32)).shape
@@ -98,10 +100,11 @@ def inception(
     """
     unknown = set(per_activation) - {row.name for row in APPENDIX}
     if size < 32:
-        raise ValueError(f"the network takes images of 32 px or more, not {size}: enlarge them first")
+        raise ValueError(f"the network takes images of 32 px or more, not {size}: choose a larger size")
     if unknown or (per_activation and norm is None):
         raise ValueError(
-            f"per_activation={tuple(per_activation)}: name Inception modules from 3a to 5b, and set norm='batch'"
+            f"per_activation={tuple(per_activation)}: name Inception modules from 3a to 5b, and use batch normalization"
+            " (norm='batch')"
         )
 
     def unit(inputs: int, outputs: int, kernel: int, stride: int, out: int, row: str = "") -> Unit:
@@ -127,7 +130,7 @@ def inception(
     layers["reduce2"] = unit(first, first, 1, 1, size)
     layers["conv2"] = unit(first, channels, 3, 1, size)
     if local_response:
-        layers["lrn2"] = LocalResponseNorm(5, alpha=1e-4, beta=0.75)  # GoogLeNet's constants; the paper gives none
+        layers["lrn2"] = LocalResponseNorm(5, alpha=1e-4, beta=0.75)
     layers["pool2"] = MaxPool2d(2)
     size = -(-size // 2)
     for row in (row.times(width) for row in rows(projection)):
@@ -179,7 +182,7 @@ def rows(projection: Literal[96, 128] = 96) -> tuple[InceptionRow, ...]:
 def early_strides(size: int) -> tuple[int, int]:
     """Return the strides of the first convolution and the first max pool for images of ``size`` px.
 
-    A max pool of stride 1 is left out of the network.
+    If the stride of the max pool is 1, the network is built without that pool.
 
     >>> early_strides(224), early_strides(64), early_strides(32)
     ((2, 2), (2, 1), (1, 1))
@@ -247,7 +250,7 @@ class LocalResponseNorm(nn.LocalResponseNorm):
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize."""
+        """Return the normalized tensor."""
         # When compiling, use torch's implementation, which the compiler can fuse.
         return self.convolved(x) if not torch.compiler.is_compiling() and takes(x) else super().forward(x)
 
@@ -263,7 +266,7 @@ class LocalResponseNorm(nn.LocalResponseNorm):
 @cache
 def _neighbours(channels: int, size: int, factor: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the 1x1 kernel that adds up the ``size`` channels around each channel and multiplies by ``factor``."""
-    with torch.inference_mode(False):  # training uses the cached kernel too, and autograd rejects inference tensors
+    with torch.inference_mode(False):  # autograd would reject a cached inference tensor
         c = torch.arange(channels)
         distance = c[None, :] - c[:, None]
         near = (distance >= -(size // 2)) & (distance <= (size - 1) // 2)

@@ -3,7 +3,7 @@
 The forward pass has two launches: one computes the statistics of x, and the other computes the pooled output from x.
 The backward pass also has two launches, which read x, the gradient of the pooled output and the positions of the
 maxima. The only full-size tensor that the backward pass writes is dx. With ``create_graph=True``, the backward pass
-uses differentiable operations of torch instead.
+uses differentiable operations of torch instead of these launches.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .channels_last import ColumnTiles, alignment, readable
 from .joined_branches import can_join, running_of
 from .pooling import MaxPool2d, backward_launch, empty_maxima, empty_places, max_pool_backward, max_pool_into
 
-PROGRAMS = 4  # up to this many programs per multiprocessor sum the gradients of gamma and beta
+PROGRAMS = 4  # the kernel that sums the gradients of gamma and beta has at most this many programs per multiprocessor
 
 
 def can_pool(bn: BatchNorm2d, pool: nn.Module, x: Tensor) -> bool:
@@ -75,7 +75,7 @@ class _NormalizeAndPool(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, gamma, beta, stats, where = ctx.saved_tensors
-        # Saved-tensor hooks such as save_on_cpu may change the layout.
+        # Saved-tensor hooks such as save_on_cpu may have changed the layout, but the kernels need channels last.
         x, where = (t.contiguous(memory_format=torch.channels_last) for t in (x, where))
         if torch.is_grad_enabled():
             dz = max_pool_backward(dy, where, 2, *x.shape[2:])
@@ -96,7 +96,7 @@ class _NormalizeAndPool(torch.autograd.Function):
 def _sums_launch(
     shape: torch.Size, align: int, dy_row: int, itemsize: int, device: torch.device
 ) -> tuple[TritonLaunch, tuple[int, int]]:
-    """Return the launch for the gradients of gamma and beta, and how many floats and counters its workspace needs."""
+    """Return the launch that sums the gradients of gamma and beta, and how many floats and counters it needs."""
     from .triton.max_pool import max_sums
 
     t = ColumnTiles(shape, align, 2, itemsize)

@@ -1,10 +1,12 @@
-// The stem's convolution of 2x2 pixel blocks, and the gradient of its kernel, on tensor cores.
+// The network's first convolution and the gradient of its weights, computed by tensor cores on blocks of 2x2 pixels.
 //
-// For an output of rows x columns pixels, the blocks have the shape (images, rows + TAPS - 1, columns + TAPS - 1,
-// CHANNELS). An output pixel depends on a window of TAPS x TAPS blocks; a tap is a position in the window. Programs
-// (thread blocks) process tiles of up to PIXELS output pixels of one image. A program copies each block that a tile
-// needs to shared memory only once, although the windows of neighbouring pixels overlap. For one tap, the blocks of 16
-// pixels form a 16 x CHANNELS matrix, which ldmatrix reads directly.
+// In this file, a block is a block of 2x2 image pixels, and a program is a CUDA thread block. A block has CHANNELS
+// values: the INPUTS channels of its four pixels, followed by zeros. For an output of rows x columns pixels, the blocks
+// are a tensor of shape (images, rows + TAPS - 1, columns + TAPS - 1, CHANNELS). An output pixel depends on a window of
+// TAPS x TAPS blocks. A tap is the position of a block in a window. A tile is a sequence of up to PIXELS output pixels
+// of one image. A program processes one tile after another. For each tile, it copies every block only once to
+// shared memory, although the windows of neighbouring pixels overlap. For one tap, the blocks of 16 output pixels form
+// a 16 x CHANNELS matrix, which ldmatrix reads directly.
 //
 // These macros are defined when the file is compiled:
 // - KIND: 0 for bfloat16, 1 for float16
@@ -19,12 +21,12 @@ typedef long long i64;
 
 #define TAPS 4
 #define SIZE 7  // a filter has SIZE x SIZE weights for each of the image's INPUTS channels
-#define FRONT 1  // rows and columns of pixels in a window that come before the first weight
+#define FRONT 1  // number of pixels by which a window extends above the filter, and to the left of it
 #define INPUTS 3
 #define CHANNELS 16
-#define OUT 64  // output channels
+#define OUT 64  // number of output channels
 #define WEIGHTS (INPUTS * SIZE * SIZE)
-#define VALUES (TAPS * TAPS * CHANNELS)  // values in a window
+#define VALUES (TAPS * TAPS * CHANNELS)  // number of values in a window, including those without a weight
 #define BLOCK_BYTES (CHANNELS * 2)
 #define PIXEL_BYTES (OUT * 2)
 
@@ -33,8 +35,8 @@ struct alignas(16) Vec {
 };
 
 // ---- machine instructions ----
-// All PTX is in this section. tests/emulated.hpp has the same functions in C++, so that the rest of this file can run
-// on a CPU.
+// All PTX is in this section. tests/emulated.hpp has the same functions in C++, so that the tests can run the rest of
+// this file on a CPU.
 
 #ifdef EMULATED
 #include EMULATED
@@ -78,7 +80,7 @@ __device__ __forceinline__ void clear(u32 slot) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(slot), "r"(0) : "memory");
 }
 
-// Loads four 8x8 matrices of 16-bit numbers. Lane l passes the address of row l % 8 of matrix l / 8.
+// Loads four 8x8 matrices of 16-bit numbers. Lane l of the warp passes the address of row l % 8 of matrix l / 8.
 template <bool TRANSPOSED>
 __device__ __forceinline__ void load_matrices(u32 (&m)[4], u32 slot) {
     if (TRANSPOSED)
@@ -89,7 +91,7 @@ __device__ __forceinline__ void load_matrices(u32 (&m)[4], u32 slot) {
                      : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3]) : "r"(slot) : "memory");
 }
 
-// Adds the product of a 16x16 and a 16x8 matrix to a 16x8 matrix.
+// Adds the product of the 16x16 matrix a and the 16x8 matrix (b0, b1) to the 16x8 matrix c.
 __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
 #if KIND == 0
 #define MMA "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
@@ -105,8 +107,8 @@ __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b
 
 __device__ __forceinline__ u32 narrow(float a, float b) { return KIND == 0 ? to_bfloats(a, b) : to_halves(a, b); }
 
-// For a value in a window, returns the index of its weight among the WEIGHTS of an output channel, or -1 if the value
-// has no weight.
+// For a value in a window, returns the index of its weight among the WEIGHTS of an output channel. Returns -1 if the
+// value has no weight, because it is outside the filter or only pads its block.
 __device__ __forceinline__ int weight_of(int value) {
     int tap = value / CHANNELS, channel = value % CHANNELS, pixel = channel / INPUTS;
     int h = tap / TAPS * 2 + pixel / 2 - FRONT, w = tap % TAPS * 2 + pixel % 2 - FRONT;
@@ -114,13 +116,13 @@ __device__ __forceinline__ int weight_of(int value) {
     return has ? (channel % INPUTS * SIZE + h) * SIZE + w : -1;
 }
 
-// A tile's pixels, and a copy in shared memory of the blocks that they depend on.
+// A tile of output pixels, and a copy in shared memory of the blocks that these pixels depend on.
 struct Tile {
     i64 image;
-    int first, end;  // the tile has the pixels first <= i < end, counted from the image's first pixel
-    int row, width;  // the first row of blocks that the tile needs; blocks per row
-    u32 blocks;      // the copy's address in shared memory
-    int* corners;    // for each pixel, the index of its window's first block in the copy
+    int first, end;  // the tile's pixels have the indices first <= i < end in the image
+    int row, width;  // the image's first row of blocks that the tile needs; the number of blocks per row
+    u32 blocks;      // the address of the copied blocks in shared memory
+    int* corners;    // for each pixel, the index of its window's top left block among the copied blocks
 
     __device__ __forceinline__ Tile(int index, int rows, int columns, char* memory_of_blocks, int* corners)
         : corners(corners) {
@@ -133,15 +135,15 @@ struct Tile {
         blocks = address(memory_of_blocks);
     }
 
-    // Returns the address of half a block. The halves of some blocks are swapped, so that ldmatrix reads the same half
-    // of eight neighbouring blocks from different banks.
+    // Returns the address of one half of a copied block. Of eight neighbouring blocks, four have their halves swapped,
+    // so that ldmatrix reads the same half of all eight blocks from different banks.
     __device__ __forceinline__ u32 slot(int block, int half) const {
         return blocks + block * BLOCK_BYTES + ((half ^ (block >> 2 & 1)) << 4);
     }
 
     __device__ __forceinline__ void copy_blocks(const char* from, int rows, int columns) const {
         for (int i = threadIdx.x; i < PIXELS; i += THREADS) {
-            int pixel = min(first + i, end - 1);  // past the last pixel, any window will do
+            int pixel = min(first + i, end - 1);  // past the end, repeat the last window; the copies are not used
             corners[i] = (pixel / columns - row) * width + pixel % columns;
         }
         from += (image * (rows + TAPS - 1) + row) * width * BLOCK_BYTES;
@@ -150,15 +152,15 @@ struct Tile {
     }
 };
 
-// Shared memory holds two tiles, so that a tile's copies arrive while the previous tile is processed.
-// `bytes` is the maximum size of a tile's blocks.
+// Shared memory holds the blocks of two tiles, so that the next tile is copied while the current tile is processed.
+// `bytes` is the maximum size of one tile's blocks.
 __device__ __forceinline__ int* corners_of(int buffer) { return (int*)memory + buffer * PIXELS; }
 __device__ __forceinline__ char* data_of(int buffer, int bytes) { return memory + 8 * PIXELS + buffer * bytes; }
 
 #ifdef FORWARD
 
-// A warp computes 32 output channels of 64 pixels at a time. It keeps its weights in registers.
-#define STRIDE (VALUES + 8)  // padded, so that the rows of the weights start in different banks
+// A warp computes 32 output channels of 64 pixels at a time. It keeps the weights of these channels in registers.
+#define STRIDE (VALUES + 8)  // distance between the weights of two output channels, padded to avoid bank conflicts
 
 extern "C" __global__ void __launch_bounds__(THREADS, EACH) convolve(
     const char* blocks, const float* kernel, char* y, int images, int rows, int columns, int bytes) {
@@ -172,7 +174,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) convolve(
     };
     copy(blockIdx.x, 0);
 
-    // Reorder the output channels, so that a thread computes eight consecutive channels and stores them as one vector.
+    // Copy the weights with reordered output channels, so that a thread computes eight consecutive channels of y and
+    // stores them as one vector.
     u32* weights = (u32*)data_of(2, bytes);
     for (int value = threadIdx.x; value < VALUES; value += THREADS) {
         const int column = weight_of(value);
@@ -234,14 +237,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) convolve(
 
 #else
 
-// A warp sums the gradient for a row of taps, over half of each tile's pixels. The matrix product is (gradients of the
-// output, transposed) x (blocks of a tap). `partial` has the shape (programs, OUT, VALUES).
+// Each warp sums the gradient of the weights for one row of taps, over half of each tile's pixels. For each tap, a warp
+// multiplies the transposed gradient of the output by the matrix of the tap's blocks. Each program writes its sums to
+// `partial`, which has the shape (programs, OUT, VALUES).
 extern "C" __global__ void __launch_bounds__(THREADS, EACH) kernel_gradient(
     const char* blocks, const char* dy, float* partial, int images, int rows, int columns, int bytes) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, half = lane / 16;
     const int tap_row = warp % TAPS, from = warp / TAPS * (PIXELS / 2);
     const int tiles = images * ((rows * columns + PIXELS - 1) / PIXELS);
-    // Like Tile::slot(), returns an address, but of one of the eight vectors of a pixel's gradient.
+    // Returns the address in shared memory of one of the eight 16-byte vectors of a pixel's gradient. The order of the
+    // vectors differs between pixels, to avoid bank conflicts.
     auto gradient_slot = [&](int buffer, int pixel, int vector) {
         return address(data_of(2, bytes)) + (buffer * PIXELS + pixel) * PIXEL_BYTES + ((vector ^ pixel % 8) << 4);
     };
@@ -288,7 +293,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) kernel_gradient(
         __syncthreads();
     }
 
-    // Add the sums of the two halves of the pixels.
+    // For each row of taps, add the sums of the two warps that processed the two halves of the pixels.
     float2* other = (float2*)memory + tap_row * (4 * 2 * TAPS * 2 * 32) + lane;
 #pragma unroll
     for (int i = 0; i < 4 * 2 * TAPS * 2; ++i) {
@@ -307,8 +312,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) kernel_gradient(
     }
 }
 
-// Adds up the gradients that the programs of kernel_gradient() wrote. Each program does so for one output channel and
-// 32 values of the window; each of its warps adds up every (THREADS / 32)-th gradient.
+// Adds up the sums that the programs of kernel_gradient() wrote to `partial`. A program handles 32 values of the window
+// for one output channel. Each of its warps adds up the sums of every (THREADS / 32)-th program of kernel_gradient(),
+// and its first warp adds up the results of all warps.
 extern "C" __global__ void __launch_bounds__(THREADS) add_parts(const float* partial, float* total, int parts) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, at = blockIdx.x * 32 + lane;
     float sum = 0;

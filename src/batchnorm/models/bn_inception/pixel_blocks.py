@@ -1,4 +1,8 @@
-"""Rearrange images into blocks of 2x2 pixels, and convolve the blocks."""
+"""Compute a convolution at stride 2 as a convolution at stride 1 of blocks of 2x2 pixels.
+
+A block is treated as one pixel with four times as many channels. In this file, "block" always means such a block of
+pixels; a thread block of a CUDA or Triton kernel is called a program.
+"""
 
 from __future__ import annotations
 
@@ -20,25 +24,25 @@ from ...ops.cuda.schedule import power_up, up
 from ...ops.torch_state import is_forward_mode, is_unseen
 from . import channels_last
 
-BLOCKS = 128  # blocks per program of to_blocks
+BLOCKS = 128  # number of pixel blocks that a program of the Triton kernel writes
 
 
 SOURCE = Path(__file__).with_name("pixel_blocks.cu")
-# The only kernel shape that pixel_blocks.cu supports, from the paper's first convolution: (outputs, inputs, height,
-# width).
+# The shape (outputs, inputs, height, width) of the kernel of the paper's first convolution. pixel_blocks.cu supports no
+# other shape.
 STEM = (64, 3, 7, 7)
 VALUES = 256  # number of values in the blocks that an output pixel depends on
-PIXELS = 256  # output pixels that a program of pixel_blocks.cu processes at a time
-THREADS = {"convolve": 128, "kernel_gradient": 256, "add_parts": 256}  # per program
+PIXELS = 256  # number of output pixels that a program of pixel_blocks.cu processes at a time
+THREADS = {"convolve": 128, "kernel_gradient": 256, "add_parts": 256}  # threads per program
 EACH = {"convolve": 2, "kernel_gradient": 1, "add_parts": 8}  # programs per multiprocessor
 
 
 class Window(NamedTuple):
     """The blocks that one output pixel depends on, for a convolution at stride 2 with an odd kernel size."""
 
-    taps: int  # blocks per side
-    front: int  # 1 if a row and a column of zeros must precede the kernel to align it with the blocks; else 0
-    before: int  # blocks of padding before the image
+    taps: int  # height and width of the window, in blocks
+    front: int  # 1 if the kernel needs a leading row and column of zeros, to align it with the blocks; else 0
+    before: int  # blocks of padding above the image, and to the left of it
 
     @classmethod
     def of(cls, size: int) -> Window:
@@ -54,10 +58,10 @@ class Window(NamedTuple):
 def pixel_blocks(x: Tensor, before: int, taps: int) -> Tensor:
     """Return images as blocks of 2x2 pixels, padded by blocks of zeros.
 
-    Each row and each column gets ``before`` blocks in front and ``taps - 1 - before`` blocks behind. The result has the
-    shape (N, channels, rows, columns) and is channels last. Its number of channels, four times that of the images, is
-    rounded up to a multiple of 8 for tensor cores. Under autocast, blocks that a Triton kernel writes have autocast's
-    dtype.
+    There are ``before`` blocks of padding above and to the left of each image, and ``taps - 1 - before`` blocks below
+    and to the right. The result has the shape (N, channels, rows, columns) and is channels last. Its number of
+    channels, four times that of the images, is rounded up to a multiple of 8 for tensor cores. Under autocast, blocks
+    that a Triton kernel writes have autocast's dtype.
 
     >>> pixel_blocks(torch.arange(16.0).view(1, 1, 4, 4), 0, 1)[0, :4, 0, 0]
     tensor([0., 1., 4., 5.])
@@ -84,7 +88,7 @@ def _takes(x: Tensor) -> bool:
 
 
 def _has_kernels(x: Tensor) -> bool:
-    """Return whether the Triton kernels support the device of ``x``; they are untested on ROCm."""
+    """Return whether the kernels can run on the device of ``x``; ROCm is excluded, because it is untested."""
     return HAS_TRITON and dispatch.FAST and x.is_cuda and torch.version.hip is None
 
 
@@ -95,15 +99,15 @@ def write_blocks(x: Tensor, blocks: Tensor, before: int) -> None:
     n, rows, columns, channels = blocks.shape
     count = n * rows * columns
     numbers = (count, rows, columns, *x.shape[2:], before, *x.stride())
-    with torch.cuda.device_of(x):  # Triton launches on the current device
+    with torch.cuda.device_of(x):
         to_blocks[(up(count, BLOCKS),)](x, blocks, *numbers, x.shape[1], channels, BLOCKS, power_up(channels))
 
 
 def convolve_by_blocks(x: Tensor, kernel: Tensor, bias: Tensor | None = None) -> Tensor:
     """Convolve at stride 2, with an odd kernel size K and padding K // 2, as a stride-1 convolution of 2x2 blocks.
 
-    On a GPU in half precision, if possible, pixel_blocks.cu computes the paper's first convolution and the gradient of
-    its kernel.
+    In half precision on a GPU, the kernels of pixel_blocks.cu compute the paper's first convolution and the gradient of
+    its weights, if possible.
 
     Raises:
         RuntimeError: if the image and the kernel have different numbers of channels.
@@ -116,14 +120,14 @@ def convolve_by_blocks(x: Tensor, kernel: Tensor, bias: Tensor | None = None) ->
     if bias is None and _can_convolve(blocks, kernel):
         y: Tensor = _Convolution.apply(blocks, kernel)  # type: ignore[no-untyped-call]
         return y
-    # Pad the kernel with zeros at its start or end, so that its size is even.
+    # Pad the kernel with a row and a column of zeros, so that it covers whole blocks.
     kernel = F.pad(kernel, (front, 1 - front) * 2).unflatten(3, (taps, 2)).unflatten(2, (taps, 2))
     kernel = F.pad(kernel.permute(0, 2, 4, 3, 5, 1).flatten(3), (0, blocks.shape[1] - 4 * inputs))
     return F.conv2d(blocks, kernel.permute(0, 3, 1, 2), bias)
 
 
 def _can_convolve(blocks: Tensor, kernel: Tensor) -> bool:
-    # Under torch.compile, is_unseen is False, and Dynamo must not trace the checks of the driver below.
+    # Call is_unseen() first: it is False under torch.compile, so that Dynamo does not trace the driver checks below.
     if not is_unseen(blocks, kernel) or not _has_kernels(blocks) or kernel.shape != STEM:
         return False
     device = blocks.device
@@ -152,10 +156,9 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:
         blocks, kernel = ctx.saved_tensors
-        batched = torch._C._functorch.is_legacy_batchedtensor(dy)  # is_grads_batched=True
+        batched = torch._C._functorch.is_legacy_batchedtensor(dy)  # true with is_grads_batched=True
         if torch.is_grad_enabled() or batched or not is_unseen(dy, blocks, kernel):
             return None, _differentiable_gradient(blocks, dy, kernel)
-        # Saved-tensor hooks such as save_on_cpu may change the layout of blocks.
         found = run_kernel_gradient(aligned(blocks.movedim(1, -1)), aligned(dy.movedim(1, -1)))
         return None, found.to(kernel.dtype)
 
@@ -165,7 +168,7 @@ def _differentiable_gradient(blocks: Tensor, dy: Tensor, kernel: Tensor) -> Tens
     outputs, inputs, size, _ = kernel.shape
     taps, front, _ = Window.of(size)
     found: Tensor = conv2d_weight(blocks, (outputs, blocks.shape[1], taps, taps), dy)[:, : 4 * inputs]
-    # A batch of gradients (is_grads_batched=True) supports reshape, but not unflatten.
+    # Use reshape, because unflatten does not support the batched gradients of is_grads_batched=True.
     found = found.reshape(outputs, 2, 2, inputs, taps, taps).permute(0, 3, 4, 1, 5, 2)
     found = found.reshape(outputs, inputs, 2 * taps, 2 * taps)
     return found[..., front : front + size, front : front + size].to(kernel.dtype)
@@ -177,9 +180,9 @@ def run_convolve(blocks: Tensor, kernel: Tensor, y: Tensor) -> None:
     All tensors must be contiguous and start at multiples of 16 bytes.
 
     Args:
-        blocks: of shape (N, rows + 3, columns + 3, channels).
-        kernel: of shape (outputs, inputs, K, K), in float32.
-        y: where to write the output; of shape (N, rows, columns, outputs).
+        blocks: the images' blocks, of shape (N, rows + 3, columns + 3, channels).
+        kernel: the weights, of shape (outputs, inputs, K, K), in float32.
+        y: the tensor to write the output to, of shape (N, rows, columns, outputs).
     """
     _run("convolve", blocks, y, kernel, y)
 
@@ -230,17 +233,17 @@ def _programs(name: str, y: Tensor) -> int:
 
 
 def _tile_bytes(width: int) -> int:
-    """Return the maximum size, in bytes, of the blocks that a tile needs; ``width`` is the number of blocks per row."""
+    """Return the bytes of the blocks that PIXELS output pixels can depend on, with ``width`` blocks in each row."""
     more = Window.of(STEM[-1]).taps - 1
     columns = width - more
-    rows = (columns + PIXELS - 2) // columns + 1  # the maximum number of rows of output pixels in a tile
+    rows = (columns + PIXELS - 2) // columns + 1  # the maximum number of rows that PIXELS output pixels span
     return (rows + more) * width * 32
 
 
 def _shared_memory(name: str, width: int) -> int:
     """Return how many bytes of shared memory a program of the CUDA kernel ``name`` needs."""
-    # Both kernels need the blocks and indices of two tiles. In addition, convolve needs the padded weights, and
-    # kernel_gradient needs two tiles of dy.
+    # A tile is PIXELS output pixels. For two tiles, convolve and kernel_gradient store the blocks and the indices of
+    # the pixels' windows. In addition, convolve stores the padded weights, and kernel_gradient stores dy for two tiles.
     others = STEM[0] * (VALUES + 8) * 2 if name == "convolve" else 2 * PIXELS * STEM[0] * 2
     return 8 * PIXELS + 2 * _tile_bytes(width) + others
 

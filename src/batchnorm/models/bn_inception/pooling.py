@@ -19,7 +19,7 @@ from ...ops.torch_state import is_unseen
 from .channels_last import ChannelTiles, ColumnTiles, alignment, empty, readable, takes
 
 PIXELS, CHANNELS = 64, 128  # tile size of the kernels in triton/global_pool.py
-UNROLL = 2  # rows per loop iteration; more than one saves copies between registers
+UNROLL = 2  # rows of windows per iteration of the max pool's loops; unrolling saves copies between registers
 
 
 class MaxPool2d(nn.MaxPool2d):
@@ -38,12 +38,12 @@ class MaxPool2d(nn.MaxPool2d):
         super().__init__(3, stride, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Pool."""
+        """Return the pooled tensor."""
         return max_pool(x, self.stride) if self.has_kernel and takes(x) else super().forward(x)
 
     @property
     def has_kernel(self) -> bool:
-        """Whether a kernel supports the options: the stride must be 1 or 2, and all other options must be unchanged."""
+        """Whether a kernel supports the options: stride 1 or 2, and all other options as ``__init__`` sets them."""
         options = (self.kernel_size, self.padding, self.dilation, self.return_indices, self.ceil_mode)
         return options == (3, 1, 1, False, False) and self.stride in (1, 2)
 
@@ -62,12 +62,12 @@ class AvgPool2d(nn.AvgPool2d):
         super().__init__(3, 1, 1, count_include_pad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Pool."""
+        """Return the pooled tensor."""
         return average_pool(x) if self.has_kernel and takes(x) else super().forward(x)
 
     @property
     def has_kernel(self) -> bool:
-        """Whether a kernel supports the options: all of them must be unchanged."""
+        """Whether a kernel supports the options: all options must be as ``__init__`` sets them."""
         options = (self.kernel_size, self.stride, self.padding, self.ceil_mode, self.count_include_pad)
         return options == (3, 1, 1, False, False) and self.divisor_override is None
 
@@ -79,7 +79,10 @@ def max_pool(x: Tensor, stride: int) -> Tensor:
 
 
 class GlobalAvgPool2d(nn.AdaptiveAvgPool2d):
-    """Average each channel over all pixels. On a GPU, the input's gradient is channels last, unlike torch's."""
+    """Average each channel over all pixels.
+
+    On a GPU, the gradient of the input is channels last, unlike that of torch's module.
+    """
 
     def __init__(self) -> None:
         super().__init__(1)
@@ -96,8 +99,6 @@ class GlobalAvgPool2d(nn.AdaptiveAvgPool2d):
 
 
 class _GlobalAverage(torch.autograd.Function):
-    """Average a channels-last tensor of shape (N, C, H, W); the result has the shape (N, C)."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         from .triton.global_pool import average
@@ -105,7 +106,7 @@ class _GlobalAverage(torch.autograd.Function):
         ctx.shape = x.shape
         n, c, h, w = x.shape
         y = torch.empty((n, c), dtype=x.dtype, device=x.device)
-        with torch.cuda.device_of(x):  # Triton launches on the current device
+        with torch.cuda.device_of(x):
             average[(n * up(c, CHANNELS),)](x, y, h * w, c, row_stride(x), PIXELS, CHANNELS)
         return y
 
@@ -136,9 +137,10 @@ def _max_pool(x: Tensor, stride: int) -> tuple[Tensor, Tensor]:
 
 
 def max_pool_into(x: Tensor, y: Tensor, where: Tensor, stride: int, stats: Tensor | None = None) -> None:
-    """Write the maxima of ``x`` to ``y``, which may be a slice of a larger tensor, and their positions to ``where``.
+    """Write the maxima of ``x`` to ``y``, and their positions to ``where``.
 
-    If ``stats`` is given, normalize by these batch statistics and apply ReLU before pooling.
+    ``y`` may be a range of the channels of a larger tensor. If ``stats`` is given, normalize by these batch statistics
+    and apply ReLU before pooling.
     """
     row, y_row = row_stride(x), row_stride(y)
     align = gcd(alignment(x), y_row)
@@ -179,7 +181,7 @@ def max_pool_gradient(
 ) -> Tensor:
     """Return the gradient of max pooling's input, plus ``plus`` if given; the result cannot be differentiated again."""
     dy, row = readable(dy)
-    # Saved-tensor hooks such as save_on_cpu may change the layout.
+    # Saved-tensor hooks such as save_on_cpu may have changed the layout, but the kernel needs channels last.
     where = where.contiguous(memory_format=torch.channels_last)
     dx = _fake_max_pool_backward(dy, where, stride, height, width)
     plus = None if plus is None else plus.contiguous(memory_format=torch.channels_last)
@@ -215,7 +217,7 @@ def average_into(x: Tensor, y: Tensor, backward: bool) -> None:
     """Write the averages of 3x3 windows of ``x`` to ``y``.
 
     If ``backward``, ``x`` is the gradient of such averages, and the gradient of the averaged tensor is written to
-    ``y``. Both tensors may be slices of larger tensors.
+    ``y``. Both tensors may be ranges of the channels of larger tensors.
     """
     from .triton.average_pool import average
 
@@ -223,7 +225,7 @@ def average_into(x: Tensor, y: Tensor, backward: bool) -> None:
     n, c, h, w = x.shape
     t = ChannelTiles(x, (row, y_row), n * h * w)
     numbers = (n * h * w, c // t.align, h, w, row // t.align, y_row // t.align)
-    with torch.cuda.device_of(x):  # Triton launches on the current device
+    with torch.cuda.device_of(x):
         average[(t.programs,)](x, y, *numbers, backward, *t.constants)
 
 
@@ -234,7 +236,7 @@ def _fake_average_pool(x: Tensor, backward: bool) -> Tensor:
 def _keep_max(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, ctx.stride = inputs
     ctx.size = x.shape[2:]
-    ctx.set_materialize_grads(False)  # do not create zeros as the gradient of the positions
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(output[1])
 
 
@@ -257,11 +259,11 @@ def _keep_places(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _second_max_gradient(ctx: Any, ddx: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the values of ``ddx`` at the maxima: this is the transpose of the backward pass, a linear map of dy."""
+    """Return the values of ``ddx`` at the maxima: the backward pass is linear in dy, and this is its transpose."""
     (where,) = ctx.saved_tensors
     bits = torch.stack((where & 15, where >> 4), 2).flatten(1, 2)[:, : ddx.shape[1]].long()
-    # triton/max_pool.py defines the bits. UP and LEFT become -1; DOWN and RIGHT become 1. NOWHERE has all bits set, so
-    # it becomes 0.
+    # triton/max_pool.py defines the bits of a position. UP and LEFT become the offset -1, and DOWN and RIGHT become 1.
+    # NOWHERE has all bits set, so both of its offsets become 0.
     row, column = (bits >> 3 & 1) - (bits >> 2 & 1), (bits >> 1 & 1) - (bits & 1)
     rows, columns = (torch.arange(n, device=where.device) * ctx.stride for n in where.shape[2:])
     at = (rows[:, None] + row) * ddx.shape[3] + columns + column
@@ -270,7 +272,7 @@ def _second_max_gradient(ctx: Any, ddx: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _average_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-    # Averaging is linear. Its backward pass is the transpose, whose backward pass is averaging again.
+    # Averaging is linear, so its backward pass is the transposed map, and the backward pass of that map is averaging.
     return torch.ops.batchnorm.average_pool(dy, not ctx.backward), None
 
 
@@ -287,7 +289,7 @@ for _name, _kernel, _fake in (
     ("max_pool_backward", max_pool_gradient, _fake_max_pool_backward),
     ("average_pool", _average_pool, _fake_average_pool),
 ):
-    # Register for every backend, not only CUDA: Triton's interpreter runs the kernels on CPU tensors.
+    # Register for every backend, not only for CUDA, because Triton's interpreter runs the kernels on CPU tensors.
     _library.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"batchnorm::{_name}", _fake, lib=_library)
 torch.library.register_autograd("batchnorm::max_pool", _max_gradient, setup_context=_keep_max, lib=_library)

@@ -1,4 +1,4 @@
-"""Compose the two kernels of a separable convolution into one dense kernel."""
+"""Compose the depthwise and pointwise weights of a separable convolution into the weight of one dense convolution."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ...ops.cuda.autograd import HAS_TRITON
 from ...ops.cuda.schedule import power_up, up
 from ...ops.torch_state import is_forward_mode, is_unseen
 
-CHANNELS = 8  # output channels per program
-# A program keeps the dense kernel's gradient for one input channel on chip. This is the maximum number of values of the
-# gradient, with both dimensions rounded up to powers of two.
+CHANNELS = 8  # number of output channels that a program of the forward kernel computes
+# A program of the backward kernel keeps the composed weight's gradient for one input channel on chip. LARGEST is
+# the maximum number of values of that gradient, with both of its dimensions rounded up to powers of two.
 LARGEST = 2**14
 
 
 def compose(pointwise: Tensor, depthwise: Tensor, inputs: int) -> Tensor:
-    """Return the dense kernel W[o, i] = sum_m P[o, i, m] D[i, m]; autocast does not lower its precision.
+    """Return the composed weight W[o, i] = sum_m P[o, i, m] D[i, m]; autocast does not lower its precision.
 
     Here o is an output channel, i is an input channel, and m is one of the input channel's depthwise filters.
 
@@ -59,26 +59,25 @@ class _Composition(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dweight: Tensor) -> tuple[Tensor, Tensor, None]:
         p, d = ctx.saved_tensors
-        batched = torch._C._functorch.is_legacy_batchedtensor(dweight)  # is_grads_batched=True
+        batched = torch._C._functorch.is_legacy_batchedtensor(dweight)  # true with is_grads_batched=True
         if torch.is_grad_enabled() or batched or not is_unseen(dweight, p, d):
             g = dweight.unsqueeze(2)
             dp = (g * d.reshape(1, ctx.inputs, -1, *d.shape[2:])).sum((-2, -1))
             dd = (g * p.reshape(len(p), ctx.inputs, -1, 1, 1)).sum(0)
             return dp.reshape(p.shape), dd.reshape(d.shape), None
-        # Saved-tensor hooks such as save_on_cpu may change the layout of p and d.
         dp, dd = run_compose_backward(dweight.contiguous(), p.contiguous(), d.contiguous(), ctx.inputs)
         return dp, dd, None
 
 
 def run_compose(pointwise: Tensor, depthwise: Tensor, inputs: int) -> Tensor:
-    """Return the dense kernel, computed with Triton; both tensors must be contiguous and float32."""
+    """Return the composed weight, computed with Triton; both tensors must be contiguous and float32."""
     from .triton.separable import compose as kernel
 
     outputs, wide = pointwise.shape[:2]
     weight = torch.empty((outputs, inputs, *depthwise.shape[2:]), dtype=torch.float32, device=pointwise.device)
     area = depthwise[0].numel()
     constants = (outputs, inputs, wide // inputs, area, power_up(area), CHANNELS)
-    with torch.cuda.device_of(pointwise):  # Triton launches on the current device
+    with torch.cuda.device_of(pointwise):
         kernel[(inputs * up(outputs, CHANNELS),)](pointwise, depthwise, weight, *constants)
     return weight
 

@@ -20,22 +20,25 @@ _A = TypeVar("_A")
 class WeightGradients:
     """Compute the gradients of weights on a separate stream, concurrently with the backward pass.
 
-    Use the object in a ``with`` statement around the forward pass. Then call :meth:`backward`, which computes the
-    gradients, and :meth:`wait`. Weights that are used by :func:`convolve` and :func:`linear` have their gradients
-    computed on the separate stream. If any weight is used more than once, no gradient is: autograd would add up the
-    weight's gradients without waiting for the stream.
+    Use the object in a ``with`` statement around the forward pass. Then iterate over :meth:`backward`, which computes
+    the gradients, and call :meth:`wait`. The separate stream computes the gradients of weights that :func:`convolve`
+    and :func:`linear` use. If any weight is used more than once, all gradients are computed on the current stream,
+    because autograd would add up the gradients of that weight without waiting for the separate stream.
+
+    A cut is a tensor at which the backward pass is divided, so that weights can be updated before the whole pass ends;
+    see :func:`note_cut`.
     """
 
-    # While more than AHEAD computations are pending and their inputs take more than BYTES bytes of memory, wait for the
-    # oldest computation.
+    # If more than AHEAD gradients are pending and their inputs take more than BYTES bytes, the backward pass waits for
+    # the oldest gradient, to release its inputs.
     AHEAD, BYTES = 2, 2**29
 
     def __init__(self) -> None:
         self.stream, self.update_stream = torch.cuda.Stream(), torch.cuda.Stream()
         self.pending: deque[tuple[torch.cuda.Event, tuple[Tensor, ...]]] = deque()
-        self.others: set[torch.cuda.Stream] = set()  # streams that must be joined by :meth:`wait`
-        self.cuts: list[Tensor] = []  # see :func:`note_cut`
-        self.defers = False  # whether gradients are computed on the separate stream
+        self.others: set[torch.cuda.Stream] = set()  # streams that wait() must join
+        self.cuts: list[Tensor] = []
+        self.defers = False  # whether the gradients of weights are computed on `stream`
 
     def __enter__(self) -> None:
         _local.gradients = self
@@ -47,9 +50,9 @@ class WeightGradients:
     def backward(self, y: Tensor, dy: Tensor, weights: Sequence[Tensor]) -> Iterator[tuple[list[int], list[Tensor]]]:
         """Compute the gradients of ``weights``, given the gradient ``dy`` of the output ``y``.
 
-        The backward pass stops at each cut, from the last to the first. After each part, yield the indices of the
-        weights whose gradients are complete, and these gradients. Read them only inside :meth:`updating`, or after
-        :meth:`wait`.
+        The backward pass is divided at the cuts, from the last cut to the first. After each segment, yield the indices
+        of the weights whose gradients are complete, and these gradients. Read the gradients only inside
+        :meth:`updating`, or after :meth:`wait`.
         """
         parts = divide(y, self.cuts)
         self.cuts.clear()
@@ -79,7 +82,7 @@ class WeightGradients:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Run the block on ``self.update_stream``, after all gradients that have been launched so far.
+        """Run the block on ``self.update_stream``, after all gradient computations launched so far.
 
         The tensors that the block reads must stay in memory until :meth:`wait`.
         """
@@ -90,7 +93,10 @@ class WeightGradients:
             yield
 
     def compute(self, function: Callable[..., _A], *inputs: Tensor) -> _A:
-        """Return ``function(*inputs)``, computed on ``self.stream``; do not read the result before :meth:`wait`."""
+        """Return ``function(*inputs)``, computed on ``self.stream``.
+
+        Read the result only inside :meth:`updating`, or after :meth:`wait`.
+        """
         with self.beside():
             found = function(*inputs)
             event = torch.cuda.Event()
@@ -98,7 +104,8 @@ class WeightGradients:
         self.pending.append((event, inputs))
         while len(self.pending) > self.AHEAD and self._pending_bytes() > self.BYTES:
             done, _ = self.pending.popleft()
-            # Make later work wait for `done`, so that it can reuse the memory of the gradient's inputs.
+            # The inputs are no longer in `pending`, so other streams may reuse their memory. Make those streams wait
+            # until this gradient has been computed.
             for stream in self.others - {self.stream, self.update_stream}:
                 stream.wait_event(done)
         return found
@@ -108,7 +115,7 @@ class WeightGradients:
 
     def wait(self) -> None:
         """Make the current stream wait for all gradients and for the blocks of :meth:`updating`."""
-        for stream in self.others:  # a CUDA graph capture must join all streams used in it, and no others
+        for stream in self.others:  # a CUDA graph capture must join exactly the streams that it uses
             torch.cuda.current_stream().wait_stream(stream)
         self.pending.clear()
         self.others.clear()
@@ -127,22 +134,22 @@ def is_aside() -> bool:
 
 
 def note_cut(x: Tensor) -> None:
-    """Let the backward pass of an enclosing :class:`WeightGradients` block stop at ``x``.
+    """Divide the backward pass at ``x``, if this thread is inside a :class:`WeightGradients` block.
 
-    Once the gradient of ``x`` is known, those of all weights that were used after ``x`` are complete.
+    Once the gradient of ``x`` is known, the gradients of all weights that were used after ``x`` are complete.
     """
     if _local.gradients is not None and x.requires_grad:
         _local.gradients.cuts.append(x)
 
 
-Edges = Counter[Any]  # the number of edges of a backward graph that lead to each node
+Edges = Counter[Any]  # for each node of a backward graph, the number of edges that lead to it
 
 
 def divide(y: Tensor, cuts: Sequence[Tensor]) -> list[tuple[Tensor | None, Edges]]:
     """Divide the backward graph of ``y`` at ``cuts``, which are in the order of the forward pass.
 
-    Return the parts from ``y`` to the leaves, each with the cut at its end (None for the last part). If a path leads
-    around a cut, the graph is not divided.
+    Return the segments of the graph, from ``y`` to the leaves. Each segment is a pair: the cut at its end (None for the
+    last segment), and its edges. If a path leads around a cut, the graph is returned as one segment.
 
     >>> x = torch.ones((), requires_grad=True)
     >>> h = 2 * x
@@ -162,7 +169,10 @@ def divide(y: Tensor, cuts: Sequence[Tensor]) -> list[tuple[Tensor | None, Edges
 
 
 def _edges(start: Tensor, cut: Tensor | None) -> Edges | None:
-    """Count the edges of the backward graph between two tensors; None if no path leads from ``start`` to ``cut``."""
+    """Count the edges of the backward graph from ``start`` to ``cut`` or, if that is None, to the leaves.
+
+    Return None if no path leads from ``start`` to ``cut``.
+    """
     edges: Edges = Counter([start.grad_fn])
     nodes, reached = [start.grad_fn], cut is None
     while nodes:
@@ -182,12 +192,15 @@ def _uses(edges: Edges) -> dict[int, int]:
 
 
 def _is_direct(weight: Tensor) -> bool:
-    """Return whether autograd passes the gradient of ``weight`` on to parameters without reading it."""
+    """Return whether autograd passes the gradient of ``weight`` on to parameters without reading its values."""
     return weight.is_leaf or type(weight.grad_fn).__name__ == "_JoinedKernelsBackward"
 
 
 def convolve(x: Tensor, weight: Tensor, stride: Any, padding: Any) -> Tensor:
-    """Convolve ``x``; in a :class:`WeightGradients` block, a separate stream computes the gradient of ``weight``."""
+    """Convolve ``x`` with ``weight``.
+
+    In a :class:`WeightGradients` block, the weight's gradient is computed on the separate stream if possible.
+    """
     gradients = _local.gradients
     if gradients is None or x.dtype != weight.dtype or not is_unseen(x, weight) or is_forward_mode():
         return F.conv2d(x, weight, None, stride, padding)
@@ -220,7 +233,10 @@ class _Convolution(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Apply a linear layer; a :class:`WeightGradients` block computes parameter gradients on a separate stream."""
+    """Apply a linear layer.
+
+    In a :class:`WeightGradients` block, its parameters' gradients are computed on the separate stream if possible.
+    """
     gradients = _local.gradients
     if gradients is None or bias is None or x.dim() != 2 or x.dtype != weight.dtype or not x.requires_grad:
         return F.linear(x, weight, bias)
@@ -235,7 +251,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, gradients: WeightGradients) -> Tensor:
-        # torch.utils.checkpoint may recompute the call outside the block, and requires that F.linear saves the same.
+        # Save what F.linear saves: torch.utils.checkpoint may recompute this call outside the WeightGradients block,
+        # with F.linear, and then requires the same saved tensors.
         ctx.save_for_backward(x, weight.t())
         ctx.gradients, ctx.dtype = gradients, bias.dtype
         return F.linear(x, weight, bias.to(x.dtype))

@@ -8,8 +8,8 @@ the forward and in the backward pass. Third, on small batches, calling operators
 So there are three implementations:
 
 - ``autograd.py`` is the fast path of layers in training. If compiler.py finds a C compiler, most dense float32 batches
-  use kernel.c, with one call per pass. Half precision, and batches on which torch's kernel is faster, use torch's
-  kernel.
+  use kernel.c: one call for the forward pass, and one for the backward pass. Half precision, and batches on which
+  torch's kernel is faster, use torch's kernel.
 - ``torch_kernels.py`` uses torch's kernel where that is the fastest, for example on small batches and in half
   precision.
 - ``passes.py`` handles other batches in separate passes for the statistics, the transform and the activation. Its
@@ -81,17 +81,17 @@ def _run(call: Call) -> tuple[Tensor, Moments]:
     x, gamma, beta, eps, activation, residual, *_ = call
     # In half precision, torch's kernel rounds BN(x) before the residual is added, so the sum may get the wrong sign.
     if torch_kernels.is_fast(x) and (residual is None or x.dtype.itemsize > 2):
-        constant = call.running is not None  # if so, the moments need no gradient
+        constant = call.running is not None  # `run` then detaches the moments, so they need no gradient
         found = torch_kernels.run(call, constant)
         if found is not None:
             remember(found[0], _again(eps, activation), x, gamma, beta, residual)
             return found
     layout = layout_of(x)
     if layout is None:
-        # x may have gaps in memory, so copy it.
+        # x may be a view with gaps in its memory. A copy has no gaps, so its layout may be supported.
         x = x.clone(memory_format=torch.preserve_format)
         layout = layout_of(x)
-        if layout is None:  # the copy is neither contiguous nor channels_last
+        if layout is None:
             return composite.run(call._replace(running=None))
     rest = (eps, activation, layout)
     y, mean, var = BatchNormFunction.apply(x, gamma, beta, residual, *rest)  # type: ignore[no-untyped-call]

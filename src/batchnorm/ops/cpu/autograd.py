@@ -2,7 +2,7 @@
 
 kernel.c handles dense float32 batches. One call computes y and updates the running averages; another call computes all
 gradients. The forward pass saves x, gamma and five numbers per channel. For smooth activations, it also saves beta and
-the residual. For relu, relu6 and leaky_relu with a residual, it also saves one byte per element.
+the residual. For relu, relu6 and leaky_relu, it also saves one byte per element if there is a residual.
 
 Torch's kernel handles half precision, and float32 batches on which it is faster than kernel.c. It also updates the
 running averages. If the batch's statistics show that the output may be inaccurate, the averages are restored and
@@ -35,18 +35,22 @@ from .torch_kernels import flatten, stored_like, unflatten
 
 _f32 = torch.float32
 
-# With fewer values than this, running more than one thread takes longer than it saves.
+# A batch with fewer values than this uses one thread, because starting more threads would take longer than they save.
 PARALLEL = 1 << 14
 LARGE = 1 << 18  # from this many values on, torch's kernel may be faster than kernel.c: see train_
-LIMIT = torch_kernels.CONDITION**2  # largest squared norm of mean / std for which torch's kernel is accurate
-ROWS_KEPT = 5  # numbers per channel that the backward pass needs; equal to LINES in kernel.c
+LIMIT = torch_kernels.CONDITION**2  # the largest squared norm of mean / std at which torch's kernel is accurate
+ROWS_KEPT = 5  # how many numbers per channel are saved for the backward pass; equal to LINES in kernel.c
 
 _Addresses = tuple[int | None, int | None, int | None]  # addresses of the running mean, variance and batch count
 _NOWHERE = None, None, None
 
 
 class Shape(ctypes.Structure):
-    """Mirror the struct Shape of kernel.c: planes (n, channels, length), or rows (n, channels) if the length is 0."""
+    """Mirror the struct Shape of kernel.c.
+
+    The kernel views a tensor as (n, channels, length) or, if ``length`` is 0, as (n, channels). The last three fields
+    are the addresses of OpenMP functions.
+    """
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("n", "channels", "length", "activation")),
@@ -62,13 +66,14 @@ class KernelForm(NamedTuple):
     backward: Callable[..., int]
     shape: Shape
     address: int  # the address of `shape`
-    parallel: bool  # whether to use more than one thread
+    parallel: bool
     activation: Activation
-    # Whether the activation's derivative takes more than two values. If so, the backward pass needs the residual.
+    # Whether the activation's derivative takes more than two values. If so, the backward pass needs beta and the
+    # residual to compute the derivative.
     is_smooth: bool
     size: torch.Size
     stride: tuple[int, ...]
-    kept: Tensor  # template for torch.empty_like, which allocates the numbers per channel
+    kept: Tensor  # torch.empty_like(kept) allocates the memory for the numbers per channel that are saved
 
 
 def form_of(x: Tensor, activation: Activation) -> KernelForm | None:
@@ -76,7 +81,7 @@ def form_of(x: Tensor, activation: Activation) -> KernelForm | None:
     if x.dtype is not _f32 or x.dim() < 2:
         return None
     channels = x.shape[1]
-    if x.numel() <= channels:  # an empty batch, or one value per channel
+    if x.numel() <= channels:
         return None
     locations = prod(x.shape[2:])
     if x.is_contiguous() and locations > 1 and channels > 1:
@@ -91,7 +96,7 @@ def form_of(x: Tensor, activation: Activation) -> KernelForm | None:
     shape = Shape(n, channels, length, NAMES.index(activation.name), activation.slope, *found.openmp)
     parallel = x.numel() >= PARALLEL and found.openmp[0] is not None
     smooth = activation.name not in ("identity", *TWO_SLOPES)
-    kept = torch.empty(1, dtype=_f32, device="cpu").expand(ROWS_KEPT, channels)  # stores one number only
+    kept = torch.empty(1, dtype=_f32, device="cpu").expand(ROWS_KEPT, channels)
     rest = (activation, smooth, x.shape, x.stride(), kept)
     return KernelForm(found.forward, found.backward, shape, ctypes.addressof(shape), parallel, *rest)
 
@@ -111,7 +116,6 @@ def train_(call: Call) -> Tensor | None:
     ):
         return None
     mean, var, num_batches, _ = running
-    # Nearly every call of a layer has the same key as the call before it, so the results of the checks are cached.
     memory = _memories.get(id(mean))
     key = (
         x.shape, x.stride(), x.dtype, None if gamma is None else gamma.shape, None if beta is None else beta.shape,
@@ -124,8 +128,8 @@ def train_(call: Call) -> Tensor | None:
         dense = mean.is_contiguous() and var.is_contiguous() and num_batches.dtype is torch.int64
         form = form_of(x, activation) if dense else None
         if residual is None and torch_kernels.is_fast(x):
-            # If there is no activation and the channels are adjacent, kernel.c moves as many bytes as torch's kernel.
-            # Torch's kernel is then faster for large batches.
+            # Without an activation, and with the channels adjacent in memory, kernel.c moves as many bytes as torch's
+            # kernel, which is then faster for large batches.
             alone = activation.name == "identity"
             if form is not None and alone and form.shape.length == 0 and x.numel() >= LARGE:
                 form = None
@@ -135,14 +139,15 @@ def train_(call: Call) -> Tensor | None:
         memory = _remember(key, addresses, running, form, activate)
     _, _, means, variances, count, form, activate, _ = memory
     if form is not None:
+        # Autograd cannot save an inference tensor and would raise an error after the averages have been updated.
         if not (_has_memory(x) and _fits(gamma) and _fits(beta)) or (x.is_inference() and torch.is_grad_enabled()):
-            return None  # autograd cannot save an inference tensor; refuse it before anything is updated
+            return None
         if residual is not None:
             if not _can_be_added(residual, x):
                 return None
             residual = stored_like(residual, x)
         try:
-            # When a checkpoint recomputes this pass, the averages have already been updated.
+            # If activation checkpointing runs this forward pass again, do not update the averages a second time.
             y = _apply(x, gamma, beta, residual, call, _NOWHERE if is_recomputation() else addresses, form)
         except _NotFinite:
             return None
@@ -152,15 +157,16 @@ def train_(call: Call) -> Tensor | None:
     factor = momentum if momentum is not None else 1 / (count[0] + 1)
     moved = 1
     if is_recomputation():
-        # The averages have already been updated. Stay on this path, because checkpointing expects the same saved
-        # tensors.
+        # Activation checkpointing runs this forward pass again, so the averages have already been updated; let the
+        # kernel update copies. The same kernel must run, because checkpointing expects the same saved tensors.
         mean, var, moved = mean.clone(), var.clone(), 0
     before = bytes(means), bytes(variances)
     y, mu, invstd = torch.native_batch_norm(flatten(x, x), gamma, beta, mean, var, True, factor, eps)
     if activate is not None:
-        # Apply the activation before checking the statistics, while y is in the cache and torch's threads are awake.
+        # Apply the activation before checking the statistics, while y is in the CPU's cache and torch's threads are
+        # still awake.
         y = activate(y)
-    # `finite` is 0, or NaN if a variance is infinite: the channel's invstd is then 0, and inf * 0 is NaN.
+    # `finite` is 0 or, if a variance is infinite, NaN: the channel's invstd is then 0, and inf * 0 is NaN.
     finite = var.dot(invstd).item() * 0.0
     # The norm of mean / std is at most the norm of mean times the norm of 1 / std. If this bound is above the limit,
     # compute the norm itself.
@@ -201,7 +207,7 @@ def _again_by_kernel(eps: float, form: KernelForm) -> Callable[..., Tensor]:
 
 def _again(eps: float, activate: Callable[[Tensor], Tensor] | None) -> Callable[..., Tensor]:
     def again(x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Tensor:
-        # Without float32 averages, the kernel would round the statistics to half precision.
+        # Pass averages in float32: without averages, torch's kernel would round statistics to the dtype of x.
         mean, var = torch.zeros(2, x.shape[1], dtype=_f32).unbind()
         y, _, _ = torch.native_batch_norm(flatten(x, x), gamma, beta, mean, var, True, 0.0, eps)
         return unflatten(y if activate is None else activate(y), x)
@@ -212,7 +218,8 @@ def _again(eps: float, activate: Callable[[Tensor], Tensor] | None) -> Callable[
 class _Memory(NamedTuple):
     """Hold the results of the checks in a layer's last call, and views of the layer's running averages.
 
-    The views keep the averages' memory alive, so no other tensor can have the same address.
+    Most calls of a layer have the same key as the call before, and need no checks. The views keep the averages' memory
+    alive, so no other tensor can have the same address.
     """
 
     key: tuple[object, ...]
@@ -220,8 +227,8 @@ class _Memory(NamedTuple):
     mean: memoryview
     var: memoryview
     num_batches: memoryview
-    form: KernelForm | None  # None if torch's kernel runs
-    activate: Callable[[Tensor], Tensor] | None  # called on the output of torch's kernel
+    form: KernelForm | None  # None if torch's kernel is used instead of kernel.c
+    activate: Callable[[Tensor], Tensor] | None  # the activation to apply to the output of torch's kernel
     lifetime: weakref.ref[Tensor]
 
 
@@ -263,8 +270,11 @@ def _fits(v: Tensor | None) -> bool:
 
 
 def _has_memory(t: Tensor) -> bool:
-    """Return whether a tensor's memory holds its values."""
-    # False for batched gradients (is_grads_batched=True), for zeros without memory (ZeroTensor) and for lazy negations.
+    """Return whether a tensor's memory holds its values.
+
+    The result is False for batched gradients (is_grads_batched=True), zeros without memory (ZeroTensor) and lazy
+    negations.
+    """
     return not (_is_batched(t) or t._is_zerotensor() or t.is_neg())
 
 
@@ -338,12 +348,12 @@ class CompiledFunction(torch.autograd.Function):
             g = form.activation
             if not hidden:
                 center, scale, offset = (composite.per_channel(v, x) for v in kept[:3])
-                # Compute g' at the same z as the kernel.
+                # Compute z with the numbers that the kernel saved, so that g' is taken at the kernel's z.
                 dy, g = g.backward(dy, (x - center) * scale + offset), IDENTITY
             dx, dgamma, dbeta, dz = composite.backward(Call(x, gamma, beta, eps, g, residual), dy, passed)
         else:
             if x.dtype is not _f32 or x.stride() != form.stride or x.shape != form.size:
-                # Saved-tensor hooks changed the dtype or layout of x.
+                # Saved-tensor hooks have changed the dtype or the strides of x, so restore them.
                 x = kept.new_empty_strided(form.size, form.stride).copy_(x)
             dz = dy = stored_like(dy, x)
             dx = torch.empty_like(x) if of_x else None
@@ -367,6 +377,6 @@ class CompiledFunction(torch.autograd.Function):
         return *grads, dz if of_residual else None, None, None, None
 
 
-# Function.apply checks that no torch.func transform is active and then calls this method. Skip the check, because
-# train_ has already made it.
+# Function.apply checks that no torch.func transform is active and then calls the apply of its base class. Call the
+# latter directly, because train_ has already made this check.
 _apply: Callable[..., Tensor] = super(torch.autograd.Function, CompiledFunction).apply

@@ -19,7 +19,8 @@ from .. import compile_cache
 from ..activation import NAMES
 
 SOURCE = Path(__file__).parent / "kernel.c"
-# Do not add -ffast-math: sums must keep their order. The flag -fno-trapping-math lets comparisons be vectorized.
+# Do not add -ffast-math, because the compiler must not change the order of sums. With -fno-trapping-math, the compiler
+# can vectorize comparisons.
 FLAGS = (
     *("-std=gnu11", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fPIC", "-shared"),
     *(f"-D{name.upper()}={code}" for code, name in enumerate(NAMES)),
@@ -31,7 +32,7 @@ class Kernels(NamedTuple):
 
     forward: Callable[..., int]
     backward: Callable[..., int]
-    openmp: tuple[int | None, int | None, int | None]  # all None if the functions were not found
+    openmp: tuple[int | None, int | None, int | None]  # (None, None, None) if they were not found
     uncached: str | None = None  # why the library could not be cached; None if it was cached
 
 

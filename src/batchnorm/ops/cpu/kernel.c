@@ -1,14 +1,18 @@
 // Batch normalization of float32 tensors in training, y = g(BN(x) + residual), and its gradient. compiler.py compiles
 // this file and defines the codes of the activations g: IDENTITY, RELU, ...
 //
-// A tensor has the shape (n, channels, length), called planes, or (n, channels), called rows; for rows, `length` is 0.
-// Threads share the work in tasks. For planes, a task is a group of neighboring channels, whose values stay in the
-// cache between passes. For rows, a task is a block of rows. Sums of blocks are merged in a fixed order, so results do
-// not depend on the number of threads.
+// There are two kinds of tensors. "Planes" have the shape (n, channels, length); a plane is the `length` values of one
+// channel in one example. "Rows" have the shape (n, channels), and their `length` is 0.
 //
-// The statistics need two passes: the first computes a rough mean; the second computes the sums of d = x - rough and of
-// d^2. These sums are precise, however far the mean is from zero. So is BN(x) = (x - center) * scale + offset: `center`
-// is the mean rounded to float32, and `offset` corrects this rounding error.
+// The work is divided into tasks, which run on several threads. For planes, a task is a group of neighboring channels,
+// whose values stay in the cache between passes. For rows, a task is a block of rows, and the sums of the blocks are
+// merged in a fixed order. So results do not depend on the number of threads. Both kinds of tasks use functions that
+// process a matrix, in which the values of a column belong to one channel. A matrix row may hold more than one row of
+// the tensor; to avoid confusion, a row of the tensor is then called a position.
+//
+// The statistics need two passes: the first computes a rough mean, and the second computes the sums of d = x - rough
+// and of d^2. These sums are precise, however far the mean is from zero. BN(x) = (x - center) * scale + offset is
+// precise for the same reason: `center` is the mean rounded to float32, and `offset` corrects this rounding error.
 
 #include <math.h>
 #include <stdint.h>
@@ -22,7 +26,8 @@ typedef int64_t i64;
 typedef struct {
     i64 n, channels, length, activation;
     double slope; // of leaky ReLU
-    void (*parallel)(void (*)(void *), void *, unsigned, unsigned); // from torch's OpenMP library
+    // GOMP_parallel, omp_get_thread_num and omp_get_num_threads of torch's OpenMP library
+    void (*parallel)(void (*)(void *), void *, unsigned, unsigned);
     int (*thread)(void), (*team)(void);
 } Shape;
 
@@ -30,33 +35,33 @@ typedef struct {
     Shape shape;
     const float *x, *dy, *gamma, *beta, *residual;
     float *y, *dx, *dz, *dgamma, *dbeta;
-    unsigned char *passed; // whether g'(z) is 1; saved if there is a residual and g' takes two values
-    float *kept;             // per channel: center, scale, offset, 1/std, mean - center
-    double eps, *mean, *var; // mean and var have one number per channel
+    unsigned char *passed; // whether each g'(z) is 1; used only if there is a residual and g' takes two values
+    float *kept;           // for each channel: center, scale, offset, 1/std, mean - center
+    double eps, *mean, *var;
     i64 tasks, threads;
     int bad;
-    i64 positions, block, width; // for rows: positions per matrix row, matrix rows per block, columns
-    float *lines, *sums;         // for rows: the coefficients for each column, and the sums of each block
+    // The last five fields are used only for rows.
+    i64 positions, block, width; // positions per matrix row, matrix rows per block, columns per matrix
+    float *lines, *sums;         // the coefficients of each column, the sums of each block
 } Call;
 
-// The coefficients of z = (x - center) * scale + offset and of dx = dz * scale + (x - center) * slope + level.
+// Indices of the coefficients of z = (x - center) * scale + offset and dx = dz * scale + (x - center) * slope + level.
 enum { CENTER, SCALE, OFFSET, SLOPE, LEVEL, LINES };
-// `kept` has 1/std and mean - center in place of the slope and the level.
+// The array `kept` has 1/std and mean - center in place of the slope and the level.
 enum { INVSTD = SLOPE, LACK = LEVEL };
 
 enum {
-    RUN = 256,     // planes: minimum number of adjacent values in a group, if there are enough channels
-    WIDTH = 1024,  // maximum number of columns of a matrix, unless a tensor's rows have more channels
-    NARROW = 64,   // rows: minimum number of columns
-    ADDED = 256,   // planes: float32 sums are added to float64 sums after about this many rows
-    BLOCK = 65536, // rows: maximum number of values in a block, unless ROWS matrix rows have more
+    RUN = 256,     // planes: a group has at least this many values per example, if there are enough channels
+    WIDTH = 1024,  // maximum number of columns of a matrix, except for rows with more channels
+    NARROW = 64,   // rows: minimum number of columns of a matrix
+    ADDED = 256,   // planes: float32 sums are added to float64 sums after about this many matrix rows
+    BLOCK = 65536, // rows: maximum number of values in a block, except if ROWS matrix rows have more
     ROWS = 64,     // rows: minimum number of matrix rows in a block, except in the last block
     TASKS = 16,    // rows: minimum number of blocks, if the tensor has enough rows
 };
 
 INLINE i64 least(i64 a, i64 b) { return a < b ? a : b; }
 
-// Tells the compiler that no iteration reads what another iteration writes.
 #ifdef __clang__
 #define INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
 #else
@@ -168,7 +173,7 @@ INLINE void add_squares(
         }
 }
 
-// ---- passes over one matrix, which is a part of the call's tensors ----
+// ---- passes over one matrix of the call's tensors ----
 
 typedef struct {
     i64 at, rows, stride, width;
@@ -180,7 +185,7 @@ static void add_squares_to(const Call *c, Matrix m, const float *rough, float *f
     add_squares(c->x + m.at, m.rows, m.stride, m.width, rough, first, second);
 }
 
-// Computes y = g(z). If `added`, z includes a residual. If `marked`, `passed` stores whether g'(z) is 1.
+// Computes y = g(z). If `added`, z includes the residual. If `marked`, also stores in `passed` whether g'(z) is 1.
 INLINE void transform(
     const Call *c, Matrix m, const float *restrict lines, i64 pitch, int activation, int added, int marked) {
     const float *center = lines + CENTER * pitch, *scale = lines + SCALE * pitch, *offset = lines + OFFSET * pitch;
@@ -198,13 +203,13 @@ INLINE void transform(
     }
 }
 
-// Returns dz = g'(z) dy for one value. g' comes from `passed` if `marked`, else from z.
+// Returns dz = g'(z) dy for one value. If `marked`, `passed` says whether g'(z) is 1; otherwise, computes g' from z.
 INLINE float dz_of(float dy, float z, int passed, int activation, float below, int marked) {
     if (!marked) return activate_backward(dy, z, activation, below);
     return passed ? dy : activation == LEAKY_RELU ? dy * below : 0;
 }
 
-// Adds each column's dz to `first` and dz * (x - center) to `second`; stores dz if `written`.
+// For each column, adds dz to `first` and dz * (x - center) to `second`. If `written`, also stores dz.
 INLINE void reduce(
     const Call *c, Matrix m, const float *restrict lines, i64 pitch, float *restrict first, float *restrict second,
     int activation, int added, int marked, int written) {
@@ -240,7 +245,7 @@ INLINE void reduce(
     }
 }
 
-// Computes dx from dz, or from dy and the activation. dz and dx may be the same memory.
+// Computes dx. `from` is dy, or dz if `activation` is IDENTITY. `from` may be the same memory as dx.
 INLINE void differentiate(const Call *c, Matrix m, const float *lines, i64 pitch, const float *from, int activation) {
     const float *center = lines + CENTER * pitch, *scale = lines + SCALE * pitch, *offset = lines + OFFSET * pitch;
     const float *slope = lines + SLOPE * pitch, *level = lines + LEVEL * pitch, below = (float)c->shape.slope;
@@ -254,7 +259,7 @@ INLINE void differentiate(const Call *c, Matrix m, const float *lines, i64 pitch
     }
 }
 
-// The functions below compile the loops above once for each activation.
+// The functions below pass constants to the loops above, so that the compiler makes a fast loop for each activation.
 #define HAS_TWO_SLOPES(G) (G == RELU || G == LEAKY_RELU || G == RELU6)
 #define FOR_EACH_ACTIVATION(CASE)                              \
     switch (c->shape.activation) {                             \
@@ -276,8 +281,8 @@ static void transform_to(const Call *c, Matrix m, const float *lines, i64 pitch)
 #undef CASE
 }
 
-// Stores dz if it depends on a residual, or if g' is too slow to compute twice. Otherwise, differentiate_to recomputes
-// dz.
+// Stores dz if dz depends on a residual, or if computing g' a second time would be slow. If dz is not stored,
+// differentiate_to computes it again.
 static void reduce_to(const Call *c, Matrix m, const float *lines, i64 pitch, float *first, float *second) {
 #define CASE(G)                                                          \
     case G:                                                              \
@@ -353,8 +358,8 @@ typedef struct {
 } Range;
 
 // Returns the tasks of the calling thread. A thread's tasks are consecutive, so that threads rarely write to the same
-// cache lines. These tasks are the same in every pass, so that their values may still be in the cache of the thread's
-// core. OpenMP may start fewer threads than requested.
+// cache lines. A thread has the same tasks in every pass, so that their values may still be in its core's cache. The
+// size of the team is read from OpenMP, which may start fewer threads than requested.
 static Range share(const Call *c) {
     i64 thread = 0, team = 1;
     if (c->threads > 1) {
@@ -373,14 +378,15 @@ static void run(Call *c, void (*work)(void *), i64 tasks, i64 threads) {
         work(c);
 }
 
-// ---- planes: a group of channels is a series of matrices, in which each channel has its own columns ----
+// ---- planes ----
 
-// If a plane has up to WIDTH values, a matrix row holds the group's planes of one example. Longer planes are cut into
-// rows of RUN values.
+// A group of channels is processed as a series of matrices, in which each channel has its own columns. If a plane has
+// up to WIDTH values, a matrix row holds the group's planes of one example. A longer plane is divided into matrix rows
+// of RUN values; a group then has only one channel.
 typedef struct {
     i64 from, here;       // first channel, number of channels
     i64 width, each;      // columns, columns per channel
-    i64 pieces, matrices; // matrices per plane, matrices in total
+    i64 pieces, matrices; // matrices per plane (1 if a plane has up to WIDTH values), matrices in total
 } Group;
 
 static i64 channels_of_group(const Shape *f) { return least(f->channels, 1 + (RUN - 1) / f->length); }
@@ -409,7 +415,7 @@ static Matrix matrix_of(const Shape *f, const Group *g, i64 which) {
     return (Matrix){at + left * RUN, 1, RUN, f->length % RUN};
 }
 
-// Adds each column to its channel's sum, and clears the columns. The channels' sums are every second element of `sums`.
+// Adds `columns` to the channels' sums, which are every second element of `sums`, and then sets `columns` to zero.
 static void fold(const Group *g, float *columns, double *sums) {
     for (i64 k = 0; k < g->here; ++k) {
         const float *v = columns + k * g->each;
@@ -424,7 +430,8 @@ static void fold(const Group *g, float *columns, double *sums) {
     memset(columns, 0, g->width * sizeof(float));
 }
 
-// The sums of a group: float32 sums per column, which are regularly added to float64 sums per channel.
+// The sums of a group. `first` and `second` have one sum per column; they are regularly added to `sums`, which has two
+// float64 sums per channel and is therefore more precise.
 typedef struct {
     float first[WIDTH], second[WIDTH];
     double sums[RUN][2];
@@ -438,7 +445,8 @@ static void clear(Sums *s, const Group *g) {
     s->added = 0;
 }
 
-// Adds the columns to the channels' sums after about ADDED rows, and after the last matrix. Call this for each matrix.
+// Call this after each matrix. Adds the columns' sums to the channels' sums if the columns' sums now cover at least
+// ADDED matrix rows, or if this was the last matrix.
 static void fold_when_due(Sums *s, const Group *g, i64 rows, int last) {
     s->added += rows;
     if (s->added < ADDED && !last) return;
@@ -451,7 +459,6 @@ static void spread_to(const Group *g, float *columns, i64 channel, float value) 
     for (i64 j = 0; j < g->each; ++j) columns[channel * g->each + j] = value;
 }
 
-// Copies a channel's center, scale and offset to its columns.
 static void spread_kept(const Call *c, const Group *g, i64 channel, float *lines) {
     const float *kept = c->kept + g->from + channel;
     for (int i = 0; i < 3; ++i) spread_to(g, lines + i * WIDTH, channel, kept[i * c->shape.channels]);
@@ -481,7 +488,8 @@ static void planes_forward(void *given) {
         }
         for (i64 k = 0; k < g.here; ++k) {
             double mean = rough[k * g.each], d = s.sums[k][0] / m;
-            // fmax turns a NaN variance into 0. The mean is then not finite, so `keep` still marks the channel as bad.
+            // fmax turns a variance of NaN into 0. But in this case the mean is not finite, so `keep` marks the channel
+            // as bad.
             keep(c, g.from + k, mean + d, fmax(s.sums[k][1] / m - d * d, 0));
         }
         for (i64 k = 0; k < g.here; ++k) spread_kept(c, &g, k, lines);
@@ -516,11 +524,12 @@ static void planes_backward(void *given) {
     }
 }
 
-// ---- rows: a block is a matrix of up to c->block rows and c->width columns ----
-// A row of the tensor is called a position. If there are few channels, a row of the matrix holds several positions.
+// ---- rows ----
 
+// A block is a matrix of up to c->block rows and c->width columns. If there are few channels, a matrix row holds
+// several positions (rows of the tensor), and the last matrix row may be incomplete.
 typedef struct {
-    Matrix full, tail; // the full rows, and an incomplete last row
+    Matrix full, tail; // the complete matrix rows, and the incomplete one
     i64 positions;
 } Block;
 
@@ -531,7 +540,8 @@ static Block block_of(const Call *c, i64 task) {
     return (Block){full, tail, here};
 }
 
-// Adds the columns of all other positions to the columns of the first position.
+// `columns` has one sum per column. If a matrix row holds several positions, adds the sums of the other positions to
+// those of the first position.
 static void fold_positions(const Call *c, float *columns) {
     i64 channels = c->shape.channels;
     for (i64 j = channels; j < c->width; j += channels)
@@ -543,7 +553,7 @@ static void spread_positions(const Call *c, float *columns) {
     for (i64 j = channels; j < c->width; j += channels) memcpy(columns + j, columns, channels * sizeof(float));
 }
 
-// Computes for each block the rough mean of each channel, and the sums of d = x - rough and of d^2.
+// For each block and channel, computes the rough mean, and the sums of d = x - rough and of d^2.
 static void rows_moments(void *given) {
     Call *c = given;
     i64 channels = c->shape.channels, w = c->width;
@@ -578,7 +588,6 @@ static void rows_write(void *given) {
     }
 }
 
-// Computes for each block the sums of dz and of dz * (x - center).
 static void rows_reduce(void *given) {
     Call *c = given;
     i64 channels = c->shape.channels, w = c->width;
@@ -597,10 +606,11 @@ static void rows_reduce(void *given) {
     }
 }
 
-// Chooses the width and the block size; returns the number of blocks.
+// Sets c->positions, c->width and c->block, and returns the number of blocks.
 static i64 divide(Call *c) {
     i64 channels = c->shape.channels;
-    // With few channels, put enough positions in a row to fill whole vectors and at least NARROW columns.
+    // If there are few channels, put several positions into a matrix row. The number of columns must be at least NARROW
+    // and a multiple of 16, so that a row fills whole SIMD vectors.
     c->positions = 1;
     while (channels < NARROW && (c->positions * channels < NARROW || c->positions * channels % 16)) ++c->positions;
     c->width = c->positions * channels;
@@ -637,7 +647,7 @@ static int rows_forward(Call *c, i64 threads) {
         const float *rough = c->sums + 3 * c->width * b, *first = rough + c->width, *second = first + c->width;
         double count = (double)block_of(c, b).positions;
         for (i64 k = 0; k < channels; ++k) {
-            double d = rough[k] - mean[k]; // the next line adds the sum of (x - rough + d)^2
+            double d = rough[k] - mean[k]; // the next line adds the sum of (x - mean)^2 = (x - rough + d)^2
             var[k] += second[k] + d * (2 * (double)first[k] + count * d);
         }
     }
@@ -678,7 +688,7 @@ static int rows_backward(Call *c, i64 threads) {
 
 // ---- called from Python ----
 
-// A tensor with few rows of many channels is treated as planes of one value each.
+// Treats a tensor with few rows and many channels as planes of one value each.
 static Shape shape_of(const Shape *given) {
     Shape f = *given;
     if (!f.length && f.channels >= WIDTH && f.n <= ADDED) f.length = 1;
@@ -687,9 +697,9 @@ static Shape shape_of(const Shape *given) {
 
 static i64 groups_of(const Shape *f) { return (f->channels + channels_of_group(f) - 1) / channels_of_group(f); }
 
-// Writes y, kept and, if `passed` is not null, passed. Updates the running averages if there are any; a momentum of NaN
-// means the cumulative average. Returns 0 on success, 1 if a channel is bad (see keep), and -1 if out of memory. On
-// failure, the averages are unchanged.
+// Writes y, kept and, if `passed` is not null, passed. Updates the running averages if `running_mean` is not null; a
+// momentum of NaN means a cumulative average. Returns 0 on success, 1 if a channel is bad (see keep), and -1 if out of
+// memory. If the result is not 0, the averages are unchanged, and y and kept are undefined.
 int forward(
     const Shape *given, i64 threads, double eps, double momentum, const float *x, const float *gamma, const float *beta,
     const float *residual, float *running_mean, float *running_var, i64 *batches, float *y, unsigned char *passed,
@@ -719,9 +729,9 @@ int forward(
     return failed ? failed : c.bad;
 }
 
-// Writes dx, if `dx` is not null, and the gradients of gamma and beta. Also writes dz if `passed` is not null or the
-// derivative of g takes more than two values; `dz` is then required, and may be the same memory as `dx`. Returns 0 on
-// success, and -1 if out of memory.
+// Writes the gradients of gamma and beta and, if `dx` is not null, dx. If `passed` is not null or the derivative of g
+// takes more than two values, also writes dz; `dz` must then not be null, and may be the same memory as `dx`. Returns 0
+// on success, and -1 if out of memory.
 int backward(
     const Shape *given, i64 threads, const float *x, const float *dy, const float *residual, unsigned char *passed,
     const float *kept, float *dx, float *dz, float *dgamma, float *dbeta) {

@@ -1,5 +1,8 @@
 """Batch normalization for tensors without a fast kernel: several passes over memory, as one differentiable function.
 
+A tensor is viewed as a matrix with one or more columns per channel (:class:`Matrix`), or as one plane of locations for
+each example and channel (:class:`Planes`). A position is one location of one example.
+
 All buffers have x's shape and strides. Per-channel vectors are numpy arrays, mostly in float64. A call runs many
 operations on these vectors, and numpy has less overhead per operation than torch.
 """
@@ -25,16 +28,17 @@ from .torch_kernels import GRADIENT_ROWS, ROWS, VECTOR, apply_, stored_like
 
 Vector = NDArray[np.float64]
 
-# If mean^2 / (var + eps) is above this limit, the mean is subtracted from x first. Below the limit, cancellation
-# multiplies the rounding error of the variance by at most about this number.
+# If mean^2 / (var + eps) is above this limit, the mean is subtracted from x first. Up to the limit, the cancellation in
+# E[x^2] - mean^2 makes the relative error of the variance at most about this many times larger.
 CONDITION = 16.0
-# Maximum number of columns if a row of a matrix holds several positions. It is large enough for full SIMD vectors and
-# long loops, but small enough that a row of sums stays in the L1 cache.
+# If there are few channels, a row of a `Matrix` holds several positions, but at most this many columns: enough for full
+# SIMD vectors and long loops, and few enough that a row of sums stays in the L1 cache.
 WIDTH = 1024
-# With fewer locations per plane than this, loops over the locations are too short to be fast.
+# A contiguous tensor with fewer locations per example than this is viewed as a `Matrix`, because loops over the
+# locations of a plane would be too short to be fast.
 SHORT = 32
-# Torch's norm of this many values has a relative error of about 1e-6. With 64 times as many values, the error is about
-# 1e-4.
+# `Planes.moments` calls torch's norm on at most this many values, which gives a relative error of about 1e-6. With 64
+# times as many values, the error would be about 1e-4.
 PIECE = 1 << 16
 
 _aten = torch.ops.aten
@@ -62,17 +66,17 @@ class BatchNormFunction(torch.autograd.Function):
         """Return y and the moments, and save what the backward pass needs."""
         dtype = statistics_dtype(x)
         wide = x.to(dtype)
-        with np.errstate(all="ignore"):  # do not warn about inf and NaN
+        with np.errstate(all="ignore"):
             mean, var = layout.moments(wide)
             shift = None
             if not (mean * mean <= CONDITION * (var + eps)).all():
-                # From here on, `wide` and `mean` are relative to the shift. For x near the shift, x - shift is exact.
+                # Subtract the rounded mean, the shift, from x; for x near the shift, this is exact. From here on,
+                # `wide` and `mean` are relative to the shift.
                 shift = mean.astype(np.float32).astype(np.float64) if dtype == torch.float32 else mean
                 wide = _shifted(layout, x, shift)
                 mean, var = layout.moments(wide)
             invstd = 1 / np.sqrt(var + eps)
             scale = invstd if gamma is None else invstd * _vector(gamma)
-            # If `wide` is a copy of x, the output overwrites it.
             out = torch.empty_like(x) if wide is x else wide
             z = _transform(layout, wide, scale, beta, residual, mean, out)
         y = apply_(activation, z).to(x.dtype)
@@ -121,7 +125,8 @@ def _vector(t: Tensor) -> NDArray[Any]:
 
 
 def _tensor(v: Vector, dtype: torch.dtype) -> Tensor:
-    return torch.from_numpy(v.astype(np.float32 if dtype == torch.float32 else np.float64))  # always a copy
+    # `astype` always copies, so that writing to the tensor cannot change `v`, which may be saved for backward.
+    return torch.from_numpy(v.astype(np.float32 if dtype == torch.float32 else np.float64))
 
 
 _Gradients = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
@@ -146,8 +151,10 @@ def _fast_backward(ctx: Any, dy: Tensor | None, dmean: Tensor | None, dvar: Tens
         dgamma, dbeta = (_tensor(v, wide.dtype) for v in sums)
     if needs[0]:
         b, c = _coefficients(ctx, x.numel() // x.shape[1], sums, dmean, dvar)
+        # Write dx over g if g is a new tensor and is not returned as the residual's gradient. This is faster, because
+        # a new buffer costs more than the arithmetic.
         ours = g is not None and g is not dy and not needs[3]
-        dx = g if ours else torch.empty_like(wide)  # reuse g: another buffer costs more than the arithmetic
+        dx = g if ours else torch.empty_like(wide)
         if ours:
             layout.affine(g, ctx.scale, c, out=dx)
             layout.add_scaled_(dx, wide, b)
@@ -249,9 +256,9 @@ class _Dense(ABC):
 class Matrix(_Dense):
     """View memory as a matrix in which each column belongs to one channel; a row has the shape (period, C, run).
 
-    A position is one location of one example. If the channels are adjacent (channels_last), ``run`` is 1, and a row
-    holds ``period`` positions: several if there are few channels, else one. In a contiguous tensor with few locations,
-    ``run`` is the number of locations, and each channel has ``run`` adjacent columns.
+    If the channels are adjacent (channels_last), ``run`` is 1, and a row holds ``period`` positions: several if there
+    are few channels, else one. In a contiguous tensor with few locations, ``period`` is 1, ``run`` is the number of
+    locations, and each channel has ``run`` adjacent columns.
     """
 
     period: int
@@ -269,7 +276,8 @@ class Matrix(_Dense):
 
     def moments(self, x: Tensor) -> tuple[Vector, Vector]:
         """Return the channels' mean and variance, merged from the moments of blocks of rows (Chan, Golub & LeVeque)."""
-        # Rows with several positions are longer and fewer, so that torch's kernel is called less often.
+        # Put as many positions as possible into a row: the matrix then has fewer rows, and torch's kernel is called on
+        # fewer blocks of rows.
         wide = Matrix(_wide(x.numel() // self.channels, self.channels), self.channels, 1) if self.run == 1 else self
         blocks = wide.view(x).split(ROWS)
         parts = [torch.batch_norm_update_stats(b, None, None, 0.0) for b in blocks]
@@ -372,7 +380,10 @@ def layout_of(x: Tensor) -> Matrix | Planes | None:
 
 @lru_cache(maxsize=1024)
 def _wide(m: int, channels: int) -> int:
-    """Return how many positions make a row: the largest divisor of m that gives at most WIDTH columns, or else 1."""
+    """Return how many positions to put into a row: the largest divisor of ``m`` that gives at most WIDTH columns.
+
+    ``m`` is the number of positions. The result is 1 if ``channels`` is larger than WIDTH.
+    """
     return next(k for k in range(max(1, WIDTH // channels), 0, -1) if m % k == 0)
 
 

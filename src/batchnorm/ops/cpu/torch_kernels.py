@@ -14,27 +14,28 @@ from ..call import Call
 from ..composite import moments_backward
 from ..moments import Moments, statistics_dtype
 
-# Computing a*x + b in float32 is accurate enough if |mean| / std is at most this limit for every feature. The error is
-# then at most about 2e-5 standard deviations. `run` checks the norm of all features' ratios, which is at least as large
-# as each ratio.
+# Torch's kernel normalizes by computing a*x + b in float32. This is accurate enough if |mean| / std is at most this
+# limit for every feature: the error is then at most about 2e-5 standard deviations. `run` checks the norm of all
+# features' ratios, which is at least as large as each ratio.
 CONDITION = 100.0
 
-# Torch's loop over (N, C, L) is not vectorized. Up to this many elements per thread in use, one call of this slow
-# kernel is still faster than several calls of fast kernels.
+# Torch's kernel for contiguous (N, C, L) input is not vectorized. Up to this many elements per thread, one call of this
+# slow kernel is still faster than the several calls of fast kernels in passes.py.
 IMAGE_ELEMENTS = 200_000
-# With fewer than VECTOR channels in channels_last, torch's kernel is the fastest up to this many elements.
+# For channels_last input with fewer than VECTOR channels, torch's kernel is the fastest up to this many elements.
 FEW_ELEMENTS = 16_000
-# Torch's kernels vectorize over adjacent channels if there are at least this many channels.
+# For channels_last input, torch's kernels are vectorized if there are at least this many channels.
 VECTOR = 16
-# If the channels are adjacent, torch's kernels add rows one by one in float32. For values of the same sign, the
-# relative error of a sum over ROWS rows is about 1e-6, which is good enough for a mean. Over GRADIENT_ROWS rows, the
-# error is about 1e-5, which is good enough for sums of gradients.
+# If the channels are adjacent in memory, x is a matrix with one column per channel, and torch's kernels add its rows
+# one by one in float32. For values of the same sign, the relative error of a sum over ROWS rows is about 1e-6, which is
+# good enough for a mean. Over GRADIENT_ROWS rows, the error is about 1e-5, which is good enough for sums of gradients.
 ROWS, GRADIENT_ROWS = 1 << 13, 1 << 18
 
-# Up to this many elements, a second buffer costs less than autograd's overhead for an in-place operation.
+# Up to this many elements, ReLU does not run in place, because autograd's overhead for an in-place operation takes
+# longer than writing to a second buffer.
 SMALL = 1 << 14
-# In half precision, torch's ReLU converts one value at a time to float32. From this many elements on, this ReLU takes
-# longer than an autograd function in Python (HalfRelu).
+# In half precision, torch's ReLU converts one value at a time to float32. From this many elements on, HalfRelu is
+# faster, although it is an autograd function written in Python.
 LARGE_HALF = 1 << 20
 
 
@@ -42,19 +43,19 @@ def is_fast(x: Tensor) -> bool:
     """Return whether torch's kernels are the fastest for ``x`` and accurate for well-conditioned values."""
     elements, shape = x.numel(), x.shape
     channels = shape[1]
-    if elements <= channels:  # one value per channel: the kernel's unbiased variance is 0/0
+    if elements <= channels:  # with one value per channel, the kernel's unbiased variance would be 0/0
         return False
-    # In half precision, no other path is fast, and an error of about 1e-5 (GRADIENT_ROWS) is good enough.
+    # In half precision, nothing else is fast, and the error of a sum over GRADIENT_ROWS rows is small enough.
     half = x.dtype.itemsize == 2 and elements <= GRADIENT_ROWS * channels
     if x.is_contiguous():
         if elements > shape[0] * channels:
             return half or elements <= IMAGE_ELEMENTS * min(channels, torch.get_num_threads())
-    elif not x.movedim(1, -1).is_contiguous() or (x.dim() == 3 and not half):  # torch's (N, C, L) kernel is slow here
-        return False
+    elif not x.movedim(1, -1).is_contiguous() or (x.dim() == 3 and not half):
+        return False  # for (N, C, L) input with adjacent channels, torch's kernel is slow
     elif channels < VECTOR:
         return x.dim() > 3 and elements <= FEW_ELEMENTS
-    # The kernel for adjacent channels is the fastest at any size, but it adds the rows one by one in float32. With many
-    # rows, passes.py is used instead and adds them in blocks.
+    # If the channels are adjacent in memory, torch's kernel is the fastest at any size. But it adds the rows one by one
+    # in float32, which is inaccurate for many rows; passes.py adds them in blocks.
     return half or elements <= ROWS * channels
 
 
@@ -66,13 +67,13 @@ def run(call: Call, constant_moments: bool) -> tuple[Tensor, Moments] | None:
     m = x.numel() // channels
     gamma = gamma if gamma is None or gamma.dtype == dtype else gamma.to(dtype)
     beta = beta if beta is None or beta.dtype == dtype else beta.to(dtype)
-    # The kernel returns 1/sqrt(var + eps), from which a small variance cannot be recovered. But if its running variance
-    # starts at 0 and the momentum is (m-1)/m, the running variance becomes the biased variance. The running mean is not
-    # used.
+    # The kernel returns 1/sqrt(var + eps), from which a variance much smaller than eps cannot be recovered. But the
+    # kernel also updates a running variance: if that starts at 0 and the momentum is (m-1)/m, it becomes the biased
+    # variance of the batch.
     var, unused = torch.zeros(channels, dtype=dtype), torch.zeros(channels, dtype=dtype)
     y, mean, invstd = torch.native_batch_norm(flatten(x, x), gamma, beta, unused, var, True, (m - 1) / m, eps)
     ratio = mean.numpy() * invstd.numpy()
-    if not ratio.dot(ratio) <= CONDITION**2:  # this condition is also true for NaN
+    if not ratio.dot(ratio) <= CONDITION**2:  # unlike > CONDITION**2, this condition is true for NaN
         return None
     if residual is not None:
         y = (y + flatten(residual, x)).to(x.dtype)
@@ -94,7 +95,7 @@ class _DifferentiableMoments(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dmean: Tensor | None, dvar: Tensor | None) -> tuple[Tensor | None, None, None]:
         x, mean = ctx.saved_tensors
-        # The saved mean is a constant, so double backward computes the mean again.
+        # Double backward must differentiate the mean too. The saved mean is a constant, so compute it from x again.
         return moments_backward(x, dmean, dvar, None if torch.is_grad_enabled() else mean), None, None
 
 
@@ -102,8 +103,8 @@ def flatten(t: Tensor, x: Tensor) -> Tensor:
     """Flatten ``t``, which has x's shape, if torch's kernels could otherwise misread the layout of x's gradient.
 
     With four or more dimensions, the kernels tell contiguous from channels_last gradients by their strides. The stride
-    of a dimension of size 1 is meaningless, so the kernels may mistake one layout for the other. For rows (M, C) and
-    planes (N, C, L), the kernels know only one layout.
+    of a dimension of size 1 is meaningless, so the kernels may mistake one layout for the other. A flattened tensor has
+    the shape (M, C) or (N, C, L), for which the kernels expect only one layout.
     """
     if x.dim() < 4 or 1 not in x.shape:
         return t
@@ -155,13 +156,13 @@ def _half_relu(z: Tensor) -> Tensor:
 class HalfRelu(torch.autograd.Function):
     """Apply ReLU in place to float16 or bfloat16 by comparing bit patterns, without converting to float32.
 
-    Read as int16, the bit patterns of +0 and of positive values are not negative. The patterns of negative values are
-    at most the pattern of -inf. The patterns of NaNs with a sign bit are above the pattern of -inf.
+    The bit patterns are read as int16. Positive values and +0 are then nonnegative integers. Negative values are at
+    most the integer for -inf. NaNs are larger than that integer, so they are not mistaken for negative values.
     """
 
     @staticmethod
     def forward(ctx: Any, z: Tensor) -> Tensor:
-        """Zero every value whose pattern is at most that of -inf: negative values, but not NaN."""
+        """Zero every value whose bit pattern, read as int16, is at most that of -inf."""
         torch.threshold_(z.view(torch.int16), -(1 << 7) if z.dtype is torch.bfloat16 else -(1 << 10), 0)
         ctx.mark_dirty(z)
         ctx.save_for_backward(z)

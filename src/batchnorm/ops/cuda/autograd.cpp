@@ -3,8 +3,8 @@
 // Python chooses the kernels for tensors of given shapes, strides and types, launches them the first time, and
 // describes the launches to this file (add_forward, add_backward). This file then handles later calls of the same kind:
 // it allocates the outputs, launches the kernels and records the call for autograd. Python handles calls that are
-// unusual or not yet described: for these, train_ returns None, and the operators call the functions that were passed
-// to configure().
+// unusual or not yet described. In such a case, train_ returns None to its caller in autograd.py, and the torch
+// operators in this file call the Python functions that were passed to configure().
 
 #define PY_SSIZE_T_CLEAN
 #include <torch/csrc/autograd/custom_function.h>
@@ -32,8 +32,8 @@ using Optional = std::optional<Tensor>;
 using Triple = std::tuple<Tensor, Tensor, Tensor>;
 using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-// Set by configure(): functions of the CUDA driver and of torch's C interface, nn.Parameter, and Python functions to
-// fall back on.
+// configure() sets these variables: functions of the CUDA driver and of torch's C interface, the class nn.Parameter,
+// and Python functions that handle what this file does not support.
 static int (*launch_kernel)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
 static int (*launch_cooperative)(void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**);
 static int (*stream_is_capturing)(void*, int*);
@@ -51,15 +51,15 @@ union Value {
 
 struct Write {
   int offset, slot;
-  char kind;  // as in Python's struct: P, f or i
+  char kind;  // the format character of Python's module struct: P, f or i
 };
 
 struct Launch {
   void* function;
   unsigned programs, threads, shared;
   bool cooperative;
-  std::string image;  // all arguments, concatenated; each launch copies them and overwrites the values in `writes`
-  std::vector<int> offsets;  // the offset of each argument in the image
+  std::string image;  // all arguments, concatenated; each launch copies them and overwrites those that `writes` lists
+  std::vector<int> offsets;  // the offset of each argument in `image`
   std::vector<Write> writes;
 
   static constexpr size_t BYTES = 1024, ARGUMENTS = 64;
@@ -80,7 +80,7 @@ struct Launch {
 struct Pass {
   std::vector<int64_t> strides;  // the strides of the outputs
   std::vector<int64_t> bits;  // the shape of the sign bits; empty if none are saved
-  int64_t floats, words;  // the workspace that the launches need: floats, and int32 counters
+  int64_t floats, words;  // how many floats and int32 counters of workspace the launches need
   std::vector<Launch> launches;
 };
 
@@ -112,11 +112,11 @@ struct Room {
   int64_t float_count = 0, word_count = 0;
 };
 
-// The mutex protects both maps, because autograd runs backward passes on other threads. Passes are never removed, so
+// Autograd runs backward passes on other threads, so the mutex protects both maps. Passes are never removed, so
 // pointers to them stay valid.
 static std::mutex mutex;
 static std::unordered_map<Key, Pass, Hash> passes;
-static std::unordered_map<int64_t, std::unordered_map<const void*, Room>> rooms;  // by device and stream
+static std::unordered_map<int64_t, std::unordered_map<const void*, Room>> rooms;  // workspaces by device and stream
 
 static const Pass* find(const Key& key) {
   std::lock_guard<std::mutex> lock(mutex);
@@ -124,7 +124,7 @@ static const Pass* find(const Key& key) {
   return found == passes.end() ? nullptr : &found->second;
 }
 
-static std::atomic<int64_t> forward_passes{0}, backward_passes{0};  // how many passes this file ran
+static std::atomic<int64_t> forward_passes{0}, backward_passes{0};  // how many passes ran here, not in Python
 
 constexpr int MAX_DIMS = 5;
 
@@ -132,7 +132,7 @@ struct Call {
   const Tensor &x, &gamma, &beta, &residual, &mean, &var, &batches, &skipped;
   std::optional<double> momentum;
   double eps;
-  int64_t code;  // the activation's code
+  int64_t code;  // the activation's index in `NAMES` of activation.py
   double slope;
   bool keep_bits;
 
@@ -148,7 +148,7 @@ struct Gradient {
   const Tensor &dy, &x, &residual, &bits, &stats;
   int64_t code;
   double slope;
-  std::optional<at::ScalarType> residual_dtype;  // nullopt if the residual's gradient is not wanted
+  std::optional<at::ScalarType> residual_dtype;  // nullopt if the kernels should not write the residual's gradient
 
   Key key() const {
     Key k;
@@ -162,7 +162,7 @@ struct Gradient {
 static bool is_aligned(const Tensor& t) { return !t.defined() || (reinterpret_cast<uintptr_t>(t.data_ptr()) & 15) == 0; }
 static const void* address(const Tensor& t) { return t.defined() ? t.data_ptr() : nullptr; }
 
-// Whether a tensor is absent, or on x's device and aligned to 16 bytes.
+// Returns whether a tensor is undefined, or is on x's device and aligned to 16 bytes.
 static bool fits(const Tensor& t, const Tensor& x) {
   return !t.defined() || (t.get_device() == x.get_device() && is_aligned(t));
 }
@@ -170,7 +170,8 @@ static bool is_vector(const Tensor& t, int64_t channels) {
   return !t.defined() || (t.dim() == 1 && t.size(0) == channels && t.is_contiguous());
 }
 
-// Finds the current stream and the stream's workspace; returns false if Python has to handle the call.
+// Finds the current stream and its workspace. Returns false if Python has to handle the call, because a CUDA graph is
+// being captured, the workspace is too small or the stream cannot be queried.
 static bool find_room(const Tensor& x, const Pass& pass, void*& stream, Room& room) {
   int capturing = 0;
   if (current_stream(x.get_device(), &stream) != 0 || stream_is_capturing(stream, &capturing) != 0 || capturing != 0)
@@ -209,7 +210,7 @@ static bool are_ordinary(const Call& c) {
   return true;
 }
 
-// Returns y, the statistics and the bits, or nullopt if Python has to handle the call.
+// Returns y, the statistics and the sign bits, or nullopt if Python has to handle the call.
 static std::optional<Triple> forward(const Call& c) {
   if (!are_ordinary(c)) return std::nullopt;
   const auto* pass = find(c.key());
@@ -320,7 +321,7 @@ static c10::DispatchKeySet keys_of(const c10::Device& device) {
   return at::empty({0}, at::TensorOptions().device(device)).key_set();
 }
 
-// Whether all tensors are plain: on this type of device, and not subclasses, sparse or quantized.
+// Returns whether all tensors are plain: they are on this type of device, and none is a subclass, sparse or quantized.
 static bool are_plain(const c10::Device& device, std::initializer_list<const Tensor*> tensors) {
   static const auto cpu = keys_of(c10::Device(c10::DeviceType::CPU));
   auto expected = cpu;
@@ -334,7 +335,8 @@ static bool are_plain(const c10::Device& device, std::initializer_list<const Ten
 }
 
 struct Fused : torch::autograd::Function<Fused> {
-  static constexpr bool is_traceable = true;  // lets compiled autograd trace backward(), which then calls Python
+  // Lets compiled autograd trace backward(). During tracing, tensors are not plain, so backward() calls Python.
+  static constexpr bool is_traceable = true;
 
   static Tensor forward(
       AutogradContext* ctx, const Tensor& x, const Optional& gamma, const Optional& beta, const Optional& residual,
@@ -367,7 +369,7 @@ struct Fused : torch::autograd::Function<Fused> {
     const auto &dy = grads[0], &x = saved[0], &gamma = saved[1], &beta = saved[2], &residual = saved[3];
     const auto &bits = saved[4], &stats = saved[5];
     if (!dy.defined()) return {Tensor(), Tensor(), Tensor(), Tensor(), Tensor(), Tensor(), Tensor()};
-    // Without an activation, the residual's gradient is dy itself.
+    // Without an activation, the residual's gradient is dy itself, so the kernels need not write it.
     const auto written = wants_residual && keep != NOTHING ? residual_dtype : std::nullopt;
     std::optional<Four> found;
     if (!at::GradMode::is_enabled() && is_unseen() && are_plain(stats.device(), {&dy, &x, &residual, &bits, &stats}) &&
@@ -392,19 +394,19 @@ static Optional optional(const Tensor& t) { return t.defined() ? Optional(t) : s
 
 static bool requires_grad(const Tensor& t) { return t.defined() && t.requires_grad(); }
 
-// Whether no transform, tracer or mode is active, so that only autograd needs to see a call.
+// Returns whether no transform, tracer or mode intercepts torch operations. Autograd and autocast may be active.
 static bool is_unseen() {
   const auto included = c10::impl::tls_local_dispatch_key_set().included_;
   return (included - c10::default_included_set - c10::autocast_dispatch_keyset).empty() &&
       at::impl::PythonTorchFunctionTLS::stack_len() == 0;
 }
 
-// Whether autograd is active; in inference mode, it is not.
 static bool has_autograd() {
   return !c10::impl::tls_local_dispatch_key_set().excluded_.has_any(c10::autograd_dispatch_keyset);
 }
 
-// Reads a plain tensor, a parameter or None; returns false for anything else and for tensors with a forward gradient.
+// Reads a torch.Tensor, an nn.Parameter or None. Returns false for subclasses and other objects, and for tensors with a
+// forward-mode gradient.
 static bool read(PyObject* given, Tensor& t) {
   if (given == Py_None) return true;
   if (reinterpret_cast<PyObject*>(Py_TYPE(given)) != THPVariableClass &&
@@ -414,8 +416,8 @@ static bool read(PyObject* given, Tensor& t) {
   return !t._fw_grad(0).defined();
 }
 
-// train_(x, gamma, beta, residual, running mean, variance, batches, skipped, momentum, eps, code, keep, slope):
-// returns y, or None if Python has to handle the call
+// train_(x, gamma, beta, residual, running mean, running variance, batches, skipped, momentum, eps, code, keep, slope)
+// returns y, or None if Python has to handle the call.
 static PyObject* train_(PyObject*, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   Tensor t[8];
@@ -426,7 +428,8 @@ static PyObject* train_(PyObject*, PyObject* const* args, Py_ssize_t count) {
   const auto& x = t[0];
   if (!x.defined() || !are_plain(x.device(), {&t[0], &t[1], &t[2], &t[3], &t[4], &t[5], &t[6], &t[7]})) Py_RETURN_NONE;
   if (torch::autograd::get_current_graph_task_id() != -1)
-    for (int k = 4; k < 8; ++k) t[k] = Tensor();  // a recomputation inside a backward pass updates no averages
+    // This call recomputes a forward pass inside a backward pass. Do not update the running averages a second time.
+    for (int k = 4; k < 8; ++k) t[k] = Tensor();
   const auto momentum = args[8] == Py_None ? std::nullopt : std::optional<double>(PyFloat_AsDouble(args[8]));
   const auto eps = PyFloat_AsDouble(args[9]), slope = PyFloat_AsDouble(args[12]);
   const auto code = PyLong_AsLongLong(args[10]);
@@ -475,7 +478,7 @@ static Triple fused_kernel(
   return {d[0], d[1], d[2]};
 }
 
-// Whether tracing and autograd can be skipped, for example because a compiled graph runs on real tensors.
+// Returns whether a call can skip tracing and autograd, as it can when a compiled graph runs on real tensors.
 static bool is_final(const Tensor& x, const Optional& gamma, const Optional& beta, const Optional& residual) {
   if (!is_unseen() || x.key_set().has(c10::DispatchKey::Python)) return false;
   if (!at::GradMode::is_enabled()) return true;
@@ -483,7 +486,8 @@ static bool is_final(const Tensor& x, const Optional& gamma, const Optional& bet
       !requires_grad(residual.value_or(Tensor()));
 }
 
-// Calls from compiled graphs skip autograd here, because these graphs contain their own backward pass.
+// If AUTOGRAD, these functions are registered for autograd: they call Python if a call needs tracing or a gradient.
+// Compiled graphs contain their own backward pass, so they need no gradient here.
 template <bool AUTOGRAD>
 static Triple fused(
     const Tensor& x, const Optional& gamma, const Optional& beta, const Optional& residual, double eps,
@@ -524,7 +528,6 @@ static Four fused_backward(
   return {d[0], d[1], d[2], d[3]};
 }
 
-// register_operators(): makes compiled graphs call the operators of this file
 static PyObject* register_operators(PyObject*, PyObject*) {
   HANDLE_TH_ERRORS
   static torch::Library cuda(torch::Library::IMPL, "batchnorm", c10::DispatchKey::CUDA, __FILE__, __LINE__);
@@ -554,8 +557,8 @@ static std::vector<int64_t> integers(PyObject* list) {
   return found;
 }
 
-// Reads a tuple (strides, bits, floats, words, launches). A launch is a tuple (function, programs, threads, shared,
-// cooperative, image, offsets, writes), and a write is a tuple (offset, kind, slot).
+// Reads a tuple (strides, bits, floats, words, launches). Each of the launches is a tuple (function, programs, threads,
+// shared, cooperative, image, offsets, writes), and each of the writes is a tuple (offset, kind, slot).
 static Pass read_pass(PyObject* description) {
   PyObject *strides, *bits, *launches;
   long long floats, words;
@@ -593,7 +596,6 @@ static void remember(const Key& key, Pass pass) {
 
 static Tensor tensor(PyObject* given) { return given == Py_None ? Tensor() : THPVariable_Unpack(given); }
 
-// add_forward(x, gamma, beta, residual, moves, cumulative, code, keep_bits, pass)
 static PyObject* add_forward(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   PyObject *x, *gamma, *beta, *residual, *pass;
@@ -604,14 +606,13 @@ static PyObject* add_forward(PyObject*, PyObject* args) {
   const auto tx = tensor(x), tg = tensor(gamma), tb = tensor(beta), tr = tensor(residual);
   const auto momentum = cumulative ? std::nullopt : std::optional<double>(0.0);
   const Tensor none;
-  const auto& mean = moves ? tx : none;  // the key depends only on whether there are averages
+  const auto& mean = moves ? tx : none;  // any tensor will do: the key depends only on whether `mean` is defined
   if (tx.dim() <= MAX_DIMS)
     remember(Call{tx, tg, tb, tr, mean, none, none, none, momentum, 0, code, 0, keep_bits != 0}.key(), read_pass(pass));
   Py_RETURN_NONE;
   END_HANDLE_TH_ERRORS
 }
 
-// add_backward(dy, x, residual, bits, dresidual, code, pass)
 static PyObject* add_backward(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   PyObject *dy, *x, *residual, *bits, *dresidual, *pass;
@@ -625,8 +626,7 @@ static PyObject* add_backward(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-// set_room(device, stream, floats, float_count, words, word_count): sets a stream's workspace. The caller keeps the
-// memory alive.
+// Sets the workspace of a stream. The caller must keep the memory alive.
 static PyObject* set_room(PyObject*, PyObject* args) {
   long long device, float_count, word_count;
   unsigned long long stream, floats, words;
@@ -637,7 +637,6 @@ static PyObject* set_room(PyObject*, PyObject* args) {
   Py_RETURN_NONE;
 }
 
-// configure(four function addresses, activation names, nn.Parameter, six functions to fall back on)
 static PyObject* configure(PyObject*, PyObject* args) {
   HANDLE_TH_ERRORS
   unsigned long long kernel, cooperative, capturing, stream;
@@ -660,7 +659,6 @@ static PyObject* configure(PyObject*, PyObject* args) {
   END_HANDLE_TH_ERRORS
 }
 
-// counts(): returns how many forward and backward passes this file ran
 static PyObject* counts(PyObject*, PyObject*) {
   return Py_BuildValue("LL", (long long)forward_passes.load(), (long long)backward_passes.load());
 }

@@ -1,8 +1,8 @@
 """Register the fused kernels as torch operators, for autograd and torch.compile.
 
 There are three operators: ``fused`` normalizes a batch, ``fused_`` also updates the running averages, and
-``fused_backward`` computes the gradients of both. The forward pass saves x, the parameters and eight numbers per
-channel. If a residual was added before an activation, the forward pass also saves one bit per element (relu, relu6,
+``fused_backward`` computes the gradients of either operator. The forward pass saves x, the parameters and eight numbers
+per channel. If a residual was added before an activation, the forward pass also saves one bit per element (relu, relu6,
 leaky_relu) or the residual itself (sigmoid, tanh, silu, hardswish).
 """
 
@@ -29,8 +29,8 @@ from . import extension, inductor, launch, schedule
 from .layout import as_dense, empty_dense, find_geometry, geometry_of
 from .sign_bits import empty_bits, unpack
 
-# For each activation: its code in the kernels, and what its gradient needs if a residual was added. The gradient needs
-# nothing (0), the sign bits (1) or the residual (2).
+# Maps the name of an activation to two numbers: the activation's code in the kernels, and what its gradient needs if a
+# residual was added (0: nothing, 1: the sign bits, 2: the residual). autograd.cpp calls the second number Keep.
 _CODES = {name: (code, 0 if name == "identity" else 1 if name in TWO_SLOPES else 2) for code, name in enumerate(NAMES)}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HAS_TRITON = find_spec("triton") is not None
@@ -40,7 +40,7 @@ def refusal(call: Call) -> str | None:
     """Return why the kernels do not support a call, or None if they support it."""
     x = call.x
     if not is_compiling():
-        with suppress(TypeError):  # symbolic sizes are not hashable
+        with suppress(TypeError):  # symbolic sizes are not hashable, so `_refusal` cannot cache their result
             return _refusal(x.dtype, x.shape, x.stride())
     return _find_refusal(x.dtype, x.shape, x.stride())
 
@@ -81,7 +81,9 @@ def train_(call: Call) -> Tensor | None:
     because creating tensors for them takes time.
     """
     x, gamma, beta, eps, (name, slope), residual, mask, running, momentum = call
-    native = None if is_compiling() else extension.module  # torch.compile must not guard on the extension
+    # Under torch.compile, do not read `extension.module`: the compiled code would be guarded on it, and would be
+    # compiled again when the extension is loaded.
+    native = None if is_compiling() else extension.module
     if native is not None and running is not None and mask is None and not is_active():
         y: Tensor | None = native.train_(x, gamma, beta, residual, *running, momentum, eps, *_CODES[name], slope)
         if y is not None:
@@ -97,7 +99,7 @@ def train_(call: Call) -> Tensor | None:
         or (beta is not None and beta.shape != channels)
         or (residual is not None and residual.shape != x.shape)
         or x.dim() < 2
-        or x.numel() <= x.shape[1]  # at most one value per channel
+        or x.numel() <= x.shape[1]  # fewer than two values per channel
         or _refusal(x.dtype, x.shape, x.stride()) is not None
     ):
         return None
@@ -123,7 +125,7 @@ def infer(call: Call, mean: Tensor, var: Tensor) -> Tensor | None:
 
 
 def run(call: Call) -> tuple[Tensor, Moments]:
-    """Return y and the batch's moments; update the running averages, if any (inside the kernels if possible)."""
+    """Return y and the batch's moments, and update the running averages if the call has any."""
     if call.running is not None and not _moves(call.running, call.x.shape[1:2]):
         y, moments = run(call._replace(running=None))
         moments = Moments(*(v.detach() for v in moments))
@@ -143,7 +145,7 @@ def normalize(call: Call, mean: Tensor, var: Tensor) -> Tensor:
     if not torch.is_grad_enabled() or not _any_requires_grad(x, gamma, beta, residual, mean, var):
         y = launch.normalize(call, mean, var)
         return composite.normalize(call, mean, var) if y is None else y
-    rounds = residual is not None and x.dtype.itemsize < 4  # torch's kernel would round BN(x) before the sum
+    rounds = residual is not None and x.dtype.itemsize < 4  # F.batch_norm would round BN(x) before the sum
     if rounds or mean.requires_grad or var.requires_grad:
         return composite.normalize(call, mean, var)
     gamma, beta = (None if v is None else v.float() for v in (gamma, beta))
@@ -156,7 +158,10 @@ def _any_requires_grad(*tensors: Tensor | None) -> bool:
 
 
 def _moves(running: Kept, channels: torch.Size) -> bool:
-    """Return whether the averages are contiguous float32 tensors of shape ``channels``, and the counts are int64."""
+    """Return whether the kernels can update the running averages.
+
+    The kernels need contiguous float32 averages of shape ``channels``, and int64 counts.
+    """
     mean, var, batches, skipped = running
     return (
         mean.dtype is torch.float32
@@ -173,11 +178,11 @@ def _moves(running: Kept, channels: torch.Size) -> bool:
 def _normalize(call: Call, *, alone: bool = False) -> tuple[Tensor, Tensor]:
     """Return y and the statistics.
 
-    If ``alone``, the caller must ignore the second result, and must already have checked :func:`is_unseen`.
+    If ``alone``, the second result is undefined, and the caller must already have checked :func:`is_unseen`.
     """
     x, gamma, beta, eps, activation, residual, _, running, momentum = call
     if alone or is_unseen(x, gamma, beta, residual, *(running or ())):
-        # Bypass the dispatcher to save time.
+        # Call the kernels directly, because torch's dispatcher takes additional time.
         if torch.is_grad_enabled() and _any_requires_grad(x, gamma, beta, residual):
             if alone:
                 y = _apply(x, gamma, beta, residual, call, _launch, True)
@@ -191,13 +196,15 @@ def _normalize(call: Call, *, alone: bool = False) -> tuple[Tensor, Tensor]:
         rest = (*running, momentum, eps, *activation, False)
         y, stats, _ = torch.ops.batchnorm.fused_(x, gamma, beta, residual, *rest)
     if is_active():
-        kept = stats.detach()  # avoid a reference cycle: autograd's graph will refer to the lambda below
+        # Autograd's graph will refer to the lambda below, and `stats` refers to the graph. If the lambda referred to
+        # `stats`, this would be a reference cycle.
+        kept = stats.detach()
         remember(y, lambda x, residual: launch.recompute(x, residual, kept, activation), x, residual)
     return y, stats
 
 
 def _launch(call: Call, keep_bits: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Run the forward kernels; update no averages if this call recomputes a forward pass inside a backward pass."""
+    """Run the forward kernels, and update the averages unless a backward pass recomputes this forward pass."""
     running = call.running
     if running is not None:
         if is_recomputation():
@@ -272,17 +279,19 @@ def _gradients(
     """Return the gradients of x, gamma, beta and the residual from what the forward pass saved."""
     g = Activation(activation if isinstance(activation, str) else NAMES[activation], slope)
     if x.stride() != x_stride:
-        # Hooks such as save_on_cpu's may change x's layout, but the bits are in the order of the original layout.
+        # Saved-tensor hooks, such as those of save_on_cpu, may change the layout of x. Restore the original layout,
+        # because the sign bits are stored in its order.
         x = as_dense(x, y_stride)
     dgamma: Tensor | None
     dbeta: Tensor | None
-    # The kernels do not support create_graph=True, which enables gradients here, or is_grads_batched=True.
+    # Use torch operations in two cases that the kernels do not support: create_graph=True, which enables gradients
+    # here, and is_grads_batched=True.
     if torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(dy):
         passes = None if bits is None else unpack(bits, x)
         call = Call(x, gamma, beta, eps, g, residual)
         dx, dgamma, dbeta, dresidual = composite.backward(call, dy, passes)
     else:
-        # Without an activation, the residual's gradient is dy itself.
+        # Without an activation, the residual's gradient is dy itself, so the kernels need not write it.
         written = residual_dtype if wants_residual and g.name != "identity" else None
         run: Any = launch.backward if is_unseen(dy, x, residual, bits, stats) else torch.ops.batchnorm.fused_backward
         dx, dgamma, dbeta, dresidual = run(dy, x, residual, bits, stats, *g, written)
@@ -293,8 +302,8 @@ def _gradients(
     return dx, dgamma, dbeta, dresidual.to(residual_dtype) if wants_residual and dresidual is not None else None
 
 
-# Function.apply checks that no torch.func transform is active and then calls this method. Skip the check, because the
-# callers have already made it.
+# Function.apply first checks that no torch.func transform is active, and then calls `apply` of its base class. The
+# callers of `_apply` have already made this check, so `_apply` is the base class's method, which is faster.
 _apply: Any = super(torch.autograd.Function, _Fused).apply
 
 
@@ -346,7 +355,7 @@ def _differentiable(op: Any, kernel: Any) -> Any:
 
     def run(*args: Any) -> Any:
         if not (torch.is_grad_enabled() and _any_requires_grad(*args[:4])):
-            # Call the kernel directly, because dispatching again would take longer than a launch.
+            # If possible, call the kernel directly: calling `op` through torch's dispatcher takes longer than a launch.
             return kernel(*args) if is_unseen(*args[:4]) else below(*args)
         rest = args[4:-1]
         again = lambda call, keep_bits: below(*args[:4], *rest, keep_bits)  # noqa: E731
@@ -392,6 +401,6 @@ for _name, _function in zip(("fused", "fused_"), _autograd, strict=True):
 
 
 def _configure(module: Any) -> None:
-    """Give the extension C function addresses, the activations' names, nn.Parameter and the Python fallbacks."""
+    """Pass the addresses of C functions, the activations' names, nn.Parameter and Python fallbacks to autograd.cpp."""
     kernels = (_whole(_fused), _whole(_fused), _whole(launch.backward))
     module.configure(*extension.addresses(), NAMES, torch.nn.Parameter, _gradients, *kernels, *_autograd)

@@ -24,11 +24,11 @@ class Pass(NamedTuple):
     geometry: Geometry
     strides: tuple[int, ...]  # the strides of dense tensors in x's layout
     dense: bool  # whether x has these strides
-    residence: Residence | None  # None unless resident.cu is fastest
-    tiling: Tiling  # the Triton kernels' tiling, for calls that resident.cu does not support
-    launches: tuple[TritonLaunch, ...]  # one launch, or one for each of two phases
-    resident_room: tuple[int, int]  # how many floats and counters of workspace resident.cu needs
-    room: tuple[int, int]  # the same for the Triton kernels
+    residence: Residence | None  # resident.cu's launch parameters, or None to use the Triton kernels
+    tiling: Tiling  # the Triton kernels' launch parameters
+    launches: tuple[TritonLaunch, ...]  # the launches of the Triton kernels: one, or two if there are two phases
+    resident_room: tuple[int, int]  # the numbers of floats and counters in the workspace of resident.cu
+    room: tuple[int, int]  # the numbers of floats and counters in the workspace of the Triton kernels
 
     @property
     def path(self) -> str:
@@ -63,8 +63,8 @@ def _find_pass(
     tiling = way if isinstance(way, Tiling) else best_tiling(g, itemsize, backward, residual, device)
     strides = dense_strides(g, shape)
     launches = _launches(g, tiling, backward, device)
-    # Each part stores two sums per channel or, in Triton's forward pass, three numbers. Forward passes also need two
-    # floats per channel for the old running averages.
+    # The workspace of a forward pass has two floats per channel for the old running averages. In addition, each part
+    # has three floats per channel in the Triton kernels' forward pass, and two in other passes.
     room = ((2 * tiling.kept_parts if backward else 2 + 3 * tiling.kept_parts) * g.channels, tiling.words)
     kept = 0 if r is None else 2 * r.kept_parts
     resident_room = ((kept if backward else 2 + kept) * g.channels, 0 if r is None else r.words)
@@ -83,7 +83,10 @@ def best_tiling(g: Geometry, itemsize: int, backward: bool, residual: bool, devi
 
 @cache
 def is_tuned(device: torch.device) -> bool:
-    """Return whether to use kernels whose programs wait for each other: among GPUs, only Hopper was tested."""
+    """Return whether to allow kernels whose programs wait for each other.
+
+    The result is False for GPUs other than Hopper, because such kernels were tested only on Hopper GPUs.
+    """
     return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] == 9
 
 
@@ -105,7 +108,7 @@ def _launches(g: Geometry, p: Tiling, backward: bool, device: torch.device) -> t
 def launches_of(
     kernel: Any, numbers: Callable[[Tiling], tuple[int, ...]], g: Geometry, p: Tiling, device: torch.device
 ) -> tuple[TritonLaunch, ...]:
-    """Return the launches of a kernel with tiling ``p``: one launch, or one for each of two phases."""
+    """Return the launches of a kernel with tiling ``p``: one launch, or two if there are two phases."""
     on_device = device.type == "cuda"
 
     def launch(
@@ -116,7 +119,8 @@ def launches_of(
         options = {"num_warps": p.warps, "maxnreg": registers or None}
         return TritonLaunch(kernel, p.slices * p.parts, numbers(p), constants, options, device)
 
-    # Interpreted programs run one after the other, so a program must not wait for a later program.
+    # On the CPU, Triton's interpreter runs the programs one after the other. A program that waits for a later program
+    # would wait forever, so use two launches.
     if p.alone or (on_device and p.path != "stream"):
         last = p.parts > schedule.MERGED_BY_ALL
         return (launch(p, 3, p.alone, last, last, p.ticket and not p.alone, p.registers),)
@@ -125,7 +129,7 @@ def launches_of(
 
 
 def numbers(g: Geometry, p: Tiling) -> tuple[int, ...]:
-    """Return the kernels' integer arguments.
+    """Return the integer arguments of the Triton kernels "forward" and "backward".
 
     The arguments are C, units, slices, parts, share, beside, x_stride, x_plane, y_stride, y_plane, width, magic and
     shift.

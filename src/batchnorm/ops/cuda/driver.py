@@ -1,4 +1,7 @@
-"""Launch kernels through the CUDA driver, and compile CUDA C++ with NVRTC, which torch's CUDA builds include."""
+"""Launch kernels through the CUDA driver, and compile CUDA C++ with NVRTC, which torch's CUDA builds include.
+
+As in Triton, a *program* is a thread block.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +20,24 @@ from .. import compile_cache
 _DYNAMIC_SHARED_MEMORY = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
-# CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES, _COOPERATIVE_LAUNCH_TOO_LARGE, _NOT_SUPPORTED
+# CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES, CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE and CUDA_ERROR_NOT_SUPPORTED
 _REFUSALS = (701, 720, 801)
 
 
 class Refused(RuntimeError):
-    """Raised if a device cannot run a launch, for example because too few of its programs can run at the same time."""
+    """Raised if a device cannot run a launch, for example because the programs cannot all run at the same time."""
 
 
-Launcher = Callable[[int, Any, int], None]  # takes the number of programs, pointers to the arguments, and the stream
+# A function that launches a kernel, given the number of programs, pointers to the kernel's arguments, and the stream.
+Launcher = Callable[[int, Any, int], None]
 
 
 class Arguments:
     """Keep a kernel's arguments in memory, so that a launch packs only the arguments that change.
 
     Args:
-        fields: one field per argument: a string of :mod:`struct` format characters if the argument changes from launch
-            to launch, else the argument's value as a :mod:`ctypes` object.
+        fields: one field per argument of the kernel: a string of :mod:`struct` format characters if the argument
+            changes from launch to launch, else the argument's value as a :mod:`ctypes` object.
 
     >>> arguments = Arguments("P", ctypes.c_int(7), "f")
     >>> arguments.launch(lambda programs, pointers, stream: print(programs, len(pointers)), 4, (0, 0.5), 0)
@@ -52,7 +56,7 @@ class Arguments:
         start, changing = ctypes.addressof(self._memory), iter(offsets)
         addresses = [start + next(changing) if isinstance(f, str) else ctypes.addressof(f) for f in fields]
         self._pointers = (ctypes.c_void_p * len(fields))(*addresses)
-        self._lock = Lock()  # two threads may launch the same kernel
+        self._lock = Lock()  # without a lock, two threads could overwrite each other's values in `_memory`
 
     def layout(self, values: tuple[Any, ...]) -> tuple[bytes, list[int], list[tuple[int, str]]]:
         """Return all arguments as bytes, each argument's offset, and each changing value's offset and struct format."""
@@ -85,7 +89,7 @@ class Kernel:
 
     Args:
         function: the kernel's handle.
-        threads: threads per program; "program" is Triton's word for a thread block.
+        threads: threads per program.
         shared: bytes of dynamic shared memory per program.
         device: the device index.
         cooperative: whether all programs must run at the same time; if they cannot, the launch fails.
@@ -101,7 +105,7 @@ class Kernel:
         """Launch the kernel; ``arguments`` is an array of pointers to its arguments.
 
         Raises:
-            Refused: if the device cannot run the launch, for example because too few programs can run at once.
+            Refused: if the device cannot run the launch, for example because the programs cannot all run at once.
             RuntimeError: for any other error of the driver.
         """
         if self.device != torch._C._cuda_getDevice():
@@ -115,20 +119,20 @@ class Kernel:
 
 
 class Launch(NamedTuple):
-    """The parameters of one launch through the driver, from which the extension can repeat the launch."""
+    """The parameters of one launch through the driver, with which autograd.cpp can repeat the launch."""
 
     kernel: Kernel
     programs: int
     arguments: Arguments
     values: tuple[Any, ...]  # the values of the arguments that change from launch to launch
-    # For a Triton kernel: the indices of the tensors that are not None; their addresses come first in `values`.
+    # For a Triton kernel, the indices of the tensor arguments that are not None. `values` starts with their addresses.
     present: tuple[int, ...]
 
     def described(self, slots: Iterable[int | None]) -> tuple[Any, ...]:
         """Describe the launch for autograd.cpp.
 
         For each value that changes from launch to launch, ``slots`` has the value's index in the array ``values`` of
-        autograd.cpp. An index of None means that the extension reuses the value of this launch.
+        autograd.cpp. If this index is None, autograd.cpp reuses the value of this launch.
         """
         k = self.kernel
         image, starts, changing = self.arguments.layout(self.values)
@@ -172,7 +176,6 @@ def unavailable() -> str | None:
 
 
 def _compile(file: Path, definitions: tuple[tuple[str, int], ...]) -> bytes:
-    """Compile a file for the current device, or read the compiled code from the user's cache folder."""
     source = file.read_bytes()
     major, minor = torch.cuda.get_device_capability()
     options = [f"--gpu-architecture=sm_{major}{minor}", *(f"-D{name}={value}" for name, value in definitions)]

@@ -25,7 +25,7 @@ from . import driver
 NAME = "batchnorm_autograd"
 TORCH = Path(torch.__file__).parent
 
-module: Any = None  # the extension, once it is loaded
+module: Any = None  # the loaded extension
 _registered = False
 # Why the extension is not loaded; None if it is loaded.
 unavailable: str | None = "autograd.cpp is not loaded before the first training call"
@@ -78,7 +78,7 @@ def start(configure: Callable[[Any], None]) -> None:
 
 
 def register() -> None:
-    """Make compiled graphs call the extension too, once it is loaded.
+    """Make the operators in compiled graphs call the extension, if it is loaded.
 
     Call this on the thread that runs the layers, not on the thread that compiles, because it is not safe to register
     operators while another thread looks them up.
@@ -127,7 +127,7 @@ def _use(found: Any, configure: Callable[[Any], None]) -> None:
     global module, unavailable
     try:
         configure(found)
-    except Exception as error:  # catch any error: everything works without the extension too
+    except Exception as error:  # no error is fatal, because Python code can do the work of the extension
         unavailable = f"{type(error).__name__}: {error}"
         return
     module, unavailable = found, None

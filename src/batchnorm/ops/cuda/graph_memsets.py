@@ -1,7 +1,7 @@
 """Replace the memsets in a captured CUDA graph with kernels.
 
-cuDNN clears a four-byte counter before many convolutions. In a graph, kernels wait longer for a memset than for
-another kernel, so it is faster to clear the counter with a kernel.
+cuDNN clears a four-byte counter before many convolutions. In a graph, a kernel starts with a longer delay after a
+memset than after another kernel, so it is faster to clear the counter with a kernel.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from . import driver
 
 SOURCE = Path(__file__).with_name("fill.cu")
 THREADS = 256  # threads per block; each thread of fill.cu writes one 32-bit word
-_KERNEL, _MEMSET, _MEMORY = 0, 2, (10, 11)  # CU_GRAPH_NODE_TYPE_KERNEL, _MEMSET, _MEM_ALLOC and _MEM_FREE
+# CU_GRAPH_NODE_TYPE_KERNEL, CU_GRAPH_NODE_TYPE_MEMSET, CU_GRAPH_NODE_TYPE_MEM_ALLOC and CU_GRAPH_NODE_TYPE_MEM_FREE
+_KERNEL, _MEMSET, _MEMORY = 0, 2, (10, 11)
 _PRIORITY = 8  # CU_LAUNCH_ATTRIBUTE_PRIORITY
 _LOSSY = 402  # CUDA_ERROR_LOSSY_QUERY
 
 
 class _Memset(ctypes.Structure):
-    """CUDA_MEMSET_NODE_PARAMS."""
+    """The driver's struct CUDA_MEMSET_NODE_PARAMS."""
 
     _fields_ = [
         ("address", c_uint64),
@@ -32,7 +33,7 @@ class _Memset(ctypes.Structure):
         ("value", c_uint),
         ("size", c_uint),  # bytes per element: 1, 2 or 4
         ("width", c_size_t),  # elements per row
-        ("height", c_size_t),  # rows
+        ("height", c_size_t),
     ]
 
     def words(self) -> int | None:
@@ -43,7 +44,7 @@ class _Memset(ctypes.Structure):
 
 
 class _Kernel(ctypes.Structure):
-    """CUDA_KERNEL_NODE_PARAMS_v2."""
+    """The driver's struct CUDA_KERNEL_NODE_PARAMS_v2."""
 
     _fields_ = [
         ("function", c_void_p),
@@ -72,7 +73,8 @@ def replace_memsets(graph: int) -> int:
     if any(kind in _MEMORY for kind in kinds.values()):
         return 0
     replaced = 0
-    # Replace the last memset first, so that a memset right before it gets the priority of the new kernel.
+    # A new kernel gets the highest priority of the kernels that depend on it. So replace the memsets from last to
+    # first: of two adjacent memsets, the second is already a kernel with a priority when the first is replaced.
     for node in (node for node, kind in reversed(kinds.items()) if kind == _MEMSET):
         memset = _Memset()
         driver.check(run.cuGraphMemsetNodeGetParams(c_void_p(node), byref(memset)))
@@ -89,7 +91,6 @@ def replace_memsets(graph: int) -> int:
 
 
 def _add_fill(graph: int, memset: _Memset, words: int, before: list[int]) -> c_void_p:
-    """Add a kernel that does the work of a memset and depends on the nodes ``before``."""
     given = (c_uint64(memset.address), c_uint64(words), c_uint(memset.value))
     pointers = (c_void_p * len(given))(*map(ctypes.addressof, given))
     grid, block = (c_uint * 3)(-(-words // THREADS), 1, 1), (c_uint * 3)(THREADS, 1, 1)
@@ -129,7 +130,7 @@ def _priority(nodes: list[int]) -> int:
     found = [0]
     for node in nodes:
         if _kind(node) == _KERNEL:
-            value = (c_int * 16)()  # CUlaunchAttributeValue, a union of 64 bytes
+            value = (c_int * 16)()  # the driver's union CUlaunchAttributeValue, which has 64 bytes
             driver.check(driver.library().cuGraphKernelNodeGetAttribute(c_void_p(node), _PRIORITY, value))
             found.append(value[0])
     return min(found)

@@ -1,8 +1,8 @@
 """Normalize the inputs of several layers together; all tensors are channels last and have the same number of rows.
 
-An input, an output or a gradient may be a slice of the channels of a larger tensor. So the layers can write their
-outputs into one concatenated tensor without a copy. If the inputs are slices of one convolution's output, the layers
-can also write the gradient of that output without a copy.
+A row is one location of one example. An input, an output or a gradient may hold some of the channels of a larger
+tensor. So the layers can write their outputs into one concatenated tensor without a copy. If all inputs are views into
+one convolution's output, the layers can also write the gradient of that output without a copy.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from .triton_launch import TritonLaunch
 from .workspace import workspace
 
 MOST = 4  # maximum number of layers in a launch
-ONE_BY_ONE = 60e6  # with more bytes of input than this, forward launches one layer at a time (measured on an H200)
+# If all inputs together have more bytes than this, `forward` launches one layer at a time, which is faster on an H200.
+ONE_BY_ONE = 60e6
 
 
 class _Sizes(NamedTuple):
@@ -49,10 +50,10 @@ class _Sizes(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    residence: Residence | None  # None unless resident.cu is fastest
+    residence: Residence | None  # resident.cu's launch parameters, or None to use the Triton kernels
     launches: tuple[TritonLaunch, ...]
-    resident_room: tuple[int, int]  # how many floats per channel and how many counters resident.cu needs
-    room: tuple[int, int]  # the same for Triton's kernels
+    resident_room: tuple[int, int]  # in the workspace of resident.cu: floats per channel, and the number of counters
+    room: tuple[int, int]  # in the workspace of the Triton kernels: floats per channel, and the number of counters
 
 
 def forward(
@@ -68,7 +69,7 @@ def forward(
 ) -> Tensor:
     """Write the outputs ``ys``, update the running averages if given, and return the layers' statistics, concatenated.
 
-    Inputs and outputs are channels last and have the same dtype; parameters and averages are dense float32.
+    Inputs and outputs are channels last and have the same dtype. Parameters and averages are dense float32 tensors.
     """
     channels = [x.shape[1] for x in xs]
     stats = xs[0].new_empty(STATS * sum(channels), dtype=torch.float32)
@@ -83,7 +84,6 @@ def forward(
 
 
 def _is_large(x: Tensor, channels: Sequence[int]) -> bool:
-    """Return whether launching one layer at a time is faster, because all inputs together do not fit on chip."""
     return x.is_cuda and x.numel() // x.shape[1] * sum(channels) * x.element_size() > ONE_BY_ONE
 
 
@@ -124,7 +124,7 @@ def backward(
     activation: Activation,
     way: Tiling | Residence | None = None,
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Write the gradients ``dxs``; return two lists, the layers' gradients of gamma and those of beta."""
+    """Write the gradients ``dxs``, and return a list of the gammas' gradients and a list of the betas' gradients."""
     dys = [dy if _takes_rows(dy, x) else _dense(dy) for dy, x in zip(dys, xs, strict=True)]
     sizes, code = _sizes(xs, dxs, dys), NAMES.index(activation.name)
     plan = _plan(sizes, xs[0].device, True, way)
@@ -178,8 +178,8 @@ def _launch_resident(
 ) -> bool:
     """Launch a kernel of resident.cu, and return whether the device accepted the launch.
 
-    ``each`` has lists of one tensor per layer. ``shared`` has tensors of which each layer uses a part, and each such
-    tensor's number of floats per channel.
+    ``each`` has lists of one tensor per layer. ``shared`` has pairs of a tensor and its number of floats per channel;
+    such a tensor holds the floats of all layers, one layer after the other.
     """
     x = each[0][0]
     assert x is not None
@@ -229,8 +229,8 @@ def _plan(sizes: _Sizes, device: torch.device, backward: bool, way: Tiling | Res
     p = way if isinstance(way, Tiling) else best_tiling(g, b, backward, False, device)
     slices = [up(c, p.V) for c in sizes.channels]
     align = gcd(16, *sizes.channels, *_strides(sizes))
-    # Because some slices are only partly filled, there may be more slices than planned. Programs then number themselves
-    # as they start: see triton/barrier.py.
+    # A slice has channels of only one layer, so there may be more slices than `best_tiling` planned, and their programs
+    # may not all run at the same time. Tickets (take_ticket in triton/barrier.py) then prevent a deadlock.
     ticket = p.ticket or sum(slices) > p.slices
     p = p._replace(
         slices=sum(slices), beside=sum(slices) if p.path == "stream" else p.beside, align=align, ticket=ticket

@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from ..activation import Activation, apply
 
 _FUSED = ("batchnorm.fused.default", "batchnorm.fused_.default")
-BASE, SCALE, OFFSET = 3, 5, 6  # rows of the statistics: see triton/forward.py
+BASE, SCALE, OFFSET = 3, 5, 6  # indices of rows of the statistics, which triton/forward.py lists
 
 
 def register() -> None:
@@ -32,7 +32,7 @@ def register() -> None:
 
 
 class _Recompute:
-    """A graph pass with the one method that Inductor calls."""
+    """A graph pass in the form that Inductor expects: an object with a method ``apply``."""
 
     def apply(self, graph: fx.Graph) -> int:
         """Change the graph, and return how many outputs the backward pass recomputes."""
@@ -82,7 +82,7 @@ def _recompute(graph: fx.Graph, fused: fx.Node, backward: set[fx.Node]) -> bool:
     y, stats = parts[0], parts[1]
     readers = [user for user in y.users if user in backward]
     if not readers or not all(_is_elementwise(user) for user in readers):
-        return False  # other operations, such as convolutions, need y in memory
+        return False  # Operations that are not elementwise, such as convolutions, need y in memory anyway.
     given = _arguments(fused)
     x, activation = given["x"], Activation(given["activation"], given["slope"])
     with graph.inserting_before(readers[0]):

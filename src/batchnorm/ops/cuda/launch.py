@@ -1,4 +1,7 @@
-"""Run the fused kernels on tensors: allocate outputs, launch, and describe the launches to autograd.cpp."""
+"""Run the fused kernels on tensors: allocate outputs, launch, and describe the launches to autograd.cpp.
+
+The functions choose the kernel and its launch parameters, unless the argument ``way`` specifies them.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +22,17 @@ from .sign_bits import empty_bits, is_woven, rearrange
 from .triton_launch import Tensors
 from .workspace import workspace
 
-STATS = 8  # number of rows of the statistics that are saved for the backward pass: see triton/forward.py
+STATS = 8  # number of rows of the statistics, which triton/forward.py lists
 NONE = (None, None, None, None)
-Launches = list[tuple[Any, ...] | None]  # descriptions of launches for autograd.cpp
+Launches = list[tuple[Any, ...] | None]  # descriptions for autograd.cpp; None for launches by Triton's own launcher
 
 
 def forward(
     call: Call, keep_bits: bool = False, way: Tiling | Residence | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return y, the statistics (STATS, C) and the sign bits, and update the running averages, if any.
+    """Return y, the statistics (STATS, C) and the sign bits, and update the running averages if the call has any.
 
-    The sign bits are None unless ``keep_bits``.
+    The sign bits are None unless ``keep_bits`` is true.
     """
     x, gamma, beta, eps, (activation, slope), residual, _, running, momentum = call
     _check_devices(x, gamma, beta, residual, running)
@@ -83,7 +86,8 @@ def backward(
     way: Tiling | Residence | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return dx, dgamma, dbeta and, if ``residual_dtype`` is given, the residual's gradient."""
-    # If there are sign bits, a residual was added, even if its gradient is not needed.
+    # The forward pass saves sign bits only if it added a residual. If `residual_dtype` is None, the residual's gradient
+    # is not needed, but the sign bits still are.
     added = bits is not None or residual_dtype is not None
     g, strides, dense, r, tiling, launches, resident_room, room = pass_of(x, True, added, way)
     dx = torch.empty_like(x) if dense else x.new_empty_strided(x.shape, strides)
@@ -120,22 +124,28 @@ def backward(
 
 
 def recompute(x: Tensor, residual: Tensor | None, stats: Tensor, activation: Activation) -> Tensor:
-    """Recompute y, bit for bit, from x, the residual and the statistics, with the second "stream" launch."""
+    """Recompute y, bit for bit, from x, the residual and the statistics.
+
+    The second launch of the "stream" path (see schedule.py) does this.
+    """
     p = _streaming(x, residual is not None)
     y = x.new_empty_strided(x.shape, p.strides)
     residual = None if residual is None else as_dense(residual, p.strides)
-    # The second launch uses no workspace, so `stats` is a placeholder for the two workspace tensors.
+    # The second launch does not use the workspace, so `stats` takes the place of the two workspace tensors.
     tensors = (x, y, residual, None, None, None, stats, stats, stats, *NONE)
     p.launches[1](tensors, (0.0, 0.0, float(activation.slope)), (NAMES.index(activation.name), False))
     return y
 
 
 def statistics(call: Call) -> Tensor:
-    """Return a batch's statistics and update the running averages, if any, with the first "stream" launch."""
+    """Return a batch's statistics, and update the running averages if the call has any.
+
+    The first launch of the "stream" path (see schedule.py) does this.
+    """
     x, gamma, beta, eps, (activation, slope), *_, running, momentum = call
     p = _streaming(x, False)
     stats = x.new_empty((STATS, p.geometry.channels), dtype=torch.float32)
-    # The first launch writes no output, so x is a placeholder for y.
+    # The first launch writes no output, so x takes the place of y.
     tensors = (x, x, None, None, gamma, beta, stats, *workspace(x, *p.room), *(running or NONE))
     scalars = (float(eps), float(momentum or 0.0), float(slope))
     p.launches[0](tensors, scalars, (NAMES.index(activation), momentum is None))
@@ -143,7 +153,7 @@ def statistics(call: Call) -> Tensor:
 
 
 def _streaming(x: Tensor, residual: bool) -> Pass:
-    """Return the forward pass of the streaming schedule, even if another schedule is faster."""
+    """Return the forward pass of the "stream" path, even if another path is faster."""
     g = pass_of(x, False, residual).geometry
     return pass_of(x, False, residual, schedule.stream(g, x.element_size(), False, processors(x.device)))
 
@@ -178,15 +188,16 @@ def paths(call: Call) -> tuple[str, str]:
     The answer assumes that dy has x's layout and that the residual's gradient is wanted.
     """
     x, gamma, beta, _, (activation, _), residual, *_ = call
-    added = residual is not None and activation != "identity"  # without an activation, the residual's gradient is dy
+    # Without an activation, the residual's gradient is dy itself, so the backward kernel need not write it.
+    added = residual is not None and activation != "identity"
     ahead, back = pass_of(x, False, residual is not None), pass_of(x, True, added)
     if _is_smooth(activation, residual) or not resident.takes(x):
         return ahead.tiling.path, back.tiling.path
     typed, r = _are_resident(x, gamma, beta, residual), back.residence
-    # resident.cu's backward pass needs x and the residual's gradient in the same dtype; the gradient has the residual's
-    # dtype. A woven backward pass (r.plane > 0) also needs woven bits, which `forward` returns only if `typed` is true.
+    # The backward pass of resident.cu requires that x and the residual's gradient have the same dtype. This gradient
+    # has the residual's dtype. If r.plane > 0, the pass also needs woven bits, which `forward` returns only if `typed`.
     fits = _of_one_type(x, residual) and (typed or r is None or not r.plane)
-    # A residual that is not dense is copied, and the copy is aligned.
+    # A residual that is not dense is copied before the launch, and the copy is aligned.
     aligned = residual is None or resident.takes(residual) or not is_dense(residual, ahead.strides)
     return (
         ahead.path if typed and aligned else ahead.tiling.path,
@@ -195,9 +206,10 @@ def paths(call: Call) -> tuple[str, str]:
 
 
 def _teach(launches: Launches, tensors: Tensors, add: Callable[..., None], *description: Any) -> None:
-    """Describe a pass to the extension, so that the extension can repeat the pass.
+    """Describe a pass to the extension (autograd.cpp), so that the extension can repeat the pass.
 
-    Nothing is described if Triton's own launcher ran, a tensor is unaligned or a CUDA graph is being captured.
+    The pass is not described if Triton's own launcher ran, a tensor is not aligned to 16 bytes, or a CUDA graph is
+    being captured.
     """
     x = next(t for t in tensors if t is not None)
     aligned = not any(t is not None and t.data_ptr() & 15 for t in tensors)
@@ -232,7 +244,7 @@ def _launch_resident(
 def _check_devices(
     x: Tensor, gamma: Tensor | None, beta: Tensor | None, residual: Tensor | None, others: tuple[Tensor, ...] | None
 ) -> None:
-    """Raise ValueError if a tensor is not on x's device: kernels get bare addresses and cannot check the device."""
+    """Raise ValueError if a tensor is not on x's device; the kernels get only addresses, so they cannot check this."""
     device = x.get_device()
     for t in (gamma, beta, residual, *(others or ())):
         if t is not None and t.get_device() != device:
@@ -243,7 +255,7 @@ def _check_devices(
 
 
 def _is_smooth(activation: str, residual: Tensor | None) -> bool:
-    """Return whether the gradient needs the residual itself, which resident.cu's backward pass does not read."""
+    """Return whether the gradient needs the residual, which the backward pass of resident.cu cannot read."""
     return residual is not None and activation not in ("identity", *TWO_SLOPES)
 
 
@@ -269,9 +281,11 @@ def _as_float(v: Tensor | None) -> Tensor | None:
 
 
 def _rows_of(dy: Tensor, g: Geometry, strides: tuple[int, ...], align: int) -> tuple[Tensor, int]:
-    """Return dy, copied unless the kernels can read its layout, and the stride of its rows or examples.
+    """Return dy, or a copy in a layout that the kernels can read, and its stride.
 
-    A channels-last dy may be a slice of channels, as after a concatenation; such a slice usually needs no copy.
+    The stride is that of a row (channels last) or of an example (channels first); a row is one location of one
+    example. A channels-last dy that holds only some channels of a larger tensor, such as the gradient of one input
+    of a concatenation, usually need not be copied.
     """
     stride = g.channels if g.nhwc else g.channels * g.width
     if dy.stride() == strides:

@@ -11,16 +11,15 @@ from torch import Tensor
 
 
 class Geometry(NamedTuple):
-    """Describe x's layout to the kernels."""
+    """Describe a tensor's shape and layout to the kernels; a row is one location of one example."""
 
-    nhwc: bool
+    nhwc: bool  # whether the layout is channels last
     channels: int
-    rows: int  # values per channel, the paper's m
+    rows: int  # values per channel, called m in the paper
     width: int  # locations per example
     stride: int  # stride of a row (channels last) or of an example (channels first)
     plane: int  # stride of a channel
-    # Whether offsets need 64 bits.
-    wide: bool
+    wide: bool  # whether offsets need 64 bits
 
 
 def geometry_of(x: Tensor) -> Geometry | None:
@@ -30,7 +29,7 @@ def geometry_of(x: Tensor) -> Geometry | None:
         return find_geometry(shape, stride)
     try:
         return _geometry(shape, stride)
-    except TypeError:  # symbolic sizes are not hashable
+    except TypeError:  # symbolic sizes are not hashable, so `_geometry` cannot cache their result
         return find_geometry(shape, stride)
 
 

@@ -1,21 +1,21 @@
-// Batch normalization in one launch. The kernel keeps the values that it reads in shared memory, so that it need not
-// read them again to compute the outputs. All programs (thread blocks) run at the same time, one or two per
-// multiprocessor. The channels are divided into slices. The programs that share a slice synchronize once, after
-// computing the slice's sums and before writing its outputs.
+// Batch normalization in one launch. The kernel keeps the values that it reads on chip (in shared memory), so that it
+// need not read them again to compute the outputs. All programs (thread blocks) run at the same time, one or two per
+// multiprocessor. The channels are divided into slices, and the values of a slice into parts. A program processes one
+// part of one slice, then the same part of its next slice, if any. The programs that share a slice synchronize once,
+// after computing the slice's sums and before writing its outputs.
 //
-// The values of a slice are divided into parts. A program processes one part of one slice, then the same part of
-// its next slice, if any. Each thread copies its own 16-byte vectors into shared memory, so no thread waits for another
-// thread's vectors. Vectors that do not fit are read twice, the second time from the L2 cache if they are still there.
-// The formulas, the rows of `stats`, the barriers and the running averages are the same as in forward.py, backward.py,
-// barrier.py and running.py in triton/.
+// Values are read in vectors of 16 bytes. Each thread copies its own vectors into shared memory, so no thread waits for
+// another thread's vectors. Vectors that do not fit are read twice, the second time from the L2 cache if they are still
+// there. The formulas, the rows of `stats`, the barriers and the running averages are the same as in forward.py,
+// backward.py, barrier.py and running.py in triton/.
 //
 // There are three variants:
 // - Channels last: a unit is a row, which is one location of one example. In each slice, a row has SV vectors.
 // - Channels first, if a channel's locations in one example fill whole vectors: a slice is one channel, and a unit is
 //   one vector of the channel.
 // - WOVEN: channels first, if a channel's locations do not fill whole vectors, for example 7 x 7 locations. A slice is
-//   a group of channels that together fill SV whole vectors in one example. A unit is a row, which is one example, and
-//   a vector may hold values of two channels.
+//   a group of channels that together fill SV whole vectors in one example. A unit is a row, which here is the slice's
+//   values in one example. A vector may hold values of two channels.
 //
 // These macros are defined when the file is compiled:
 // - FORWARD or BACKWARD: which pass to compile
@@ -23,8 +23,11 @@
 // - LAST: whether the layout is channels last
 // - PLANE: if WOVEN, the number of a channel's locations in one example, else 0
 // - ACT: the activation's code; resident.py also defines the codes IDENTITY, RELU, ...
-// - RESIDUAL: whether a residual is added; ADDED: whether the whole residual is kept on chip
-// - THREADS: threads per program; SV: see above; K: vectors of each tensor that a thread keeps on chip
+// - RESIDUAL: whether a residual is added
+// - ADDED: whether the whole residual is kept on chip
+// - THREADS: threads per program
+// - SV: vectors per row of a slice; not used in the second variant
+// - K: vectors of each tensor that a thread keeps on chip
 // - EACH: programs per multiprocessor
 // - LAYERS: the number of layers in the launch; their tensors are channels last and all have the same number of rows.
 //   If LAYERS is 0, there is a single layer, whose tensors are passed as separate arguments.
@@ -35,8 +38,9 @@ typedef long long i64;
 
 #define BATCH 4
 #define BATCHES ((K + BATCH - 1) / BATCH)
-// A thread copies its vectors in batches of BATCH. In the first slice, AHEAD more batches are being copied while one
-// batch is summed. If all batches were requested at once, they would arrive in no particular order.
+// A thread copies its vectors in batches of BATCH vectors. In a program's first slice, AHEAD more batches are being
+// copied while the thread adds up one batch. Copying all batches at once would delay the first sums, because the
+// batches would arrive in no particular order.
 #ifdef FORWARD
 #define AHEAD (BATCHES < 2 ? BATCHES : 2)
 #else
@@ -53,7 +57,7 @@ typedef long long i64;
 #define BLOCK (ROWS ? THREADS / SV : THREADS)  // units that all threads together process per step
 #if LAST
 #define W (SV * V)  // channels per slice
-#define EACH_UNIT 1  // values of a channel in a unit
+#define EACH_UNIT 1  // values of each channel in a unit
 #elif WOVEN
 #define W (SV * V / PLANE)
 #define EACH_UNIT PLANE
@@ -79,7 +83,7 @@ extern __shared__ __align__(16) char memory[];
 
 __device__ __forceinline__ u32 address(const char* shared) { return (u32)__cvta_generic_to_shared(shared); }
 
-// A word holds two 16-bit numbers, the first in the lower half.
+// The next three functions convert between two floats and a word of two 16-bit numbers; `a` is in the lower half.
 __device__ __forceinline__ void from_halves(u32 w, float& a, float& b) {
     asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}" : "=f"(a), "=f"(b) : "r"(w));
 }
@@ -116,8 +120,8 @@ __device__ __forceinline__ u64 evict_first() {
     return policy;
 }
 
-// copy_async() starts to copy a vector to shared memory, commit() closes a group of copies, and arrived<n>() waits
-// until at most n groups are pending.
+// copy_async() starts to copy a vector to shared memory. commit() puts the copies since the last commit() into a group.
+// arrived<n>() waits until at most n groups are pending.
 __device__ __forceinline__ void copy_async(u32 slot, const char* from, u64 policy) {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;"
                  ::"r"(slot), "l"(from), "l"(policy) : "memory");
@@ -149,13 +153,12 @@ __device__ __forceinline__ void store(char* to, const Vec& v) {
                  ::"l"(to), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3]) : "memory");
 }
 
-// Like store(), but the cache may evict the line early, because it will not be read again soon.
+// Like store(), but tells the cache that the vector will not be read soon and may be evicted early.
 __device__ __forceinline__ void store_through(char* to, const Vec& v) {
     asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};"
                  ::"l"(to), "r"(v.w[0]), "r"(v.w[1]), "r"(v.w[2]), "r"(v.w[3]) : "memory");
 }
 
-// Prefetches a cache line into the L2 cache.
 __device__ __forceinline__ void fetch(const char* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
 __device__ __forceinline__ u32 peek(const u32* word) {
@@ -164,7 +167,6 @@ __device__ __forceinline__ u32 peek(const u32* word) {
     return now;
 }
 
-// Like peek(), but without ordering: later accesses do not wait for this load.
 __device__ __forceinline__ u32 glance(const u32* word) {
     u32 now;
     asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(word) : "memory");
@@ -221,10 +223,11 @@ __device__ __forceinline__ bool is_number(float v) { return fabsf(v) < __int_as_
 // ---- tensors in memory ----
 
 struct Shape {
-    int C, units, slices, parts;  // units: rows, or vectors of a channel
-    i64 x_stride, x_plane, y_stride, y_plane, dy_stride;  // in bytes; stride: of a row or example; plane: of a channel
-    int width;  // vectors of a channel in one example
-    u32 magic, shift;
+    int C, units, slices, parts;  // `units` is the number of units of a slice
+    // Strides in bytes: *_stride is that of a row (if units are rows) or of an example, and *_plane that of a channel.
+    i64 x_stride, x_plane, y_stride, y_plane, dy_stride;
+    int width;  // if units are vectors of a channel: the number of vectors of a channel in one example
+    u32 magic, shift;  // turn a division by `width` into a multiplication: see magic_of in layout.py
     int passing;  // whether the tensor is larger than the cache
 };
 
@@ -252,7 +255,6 @@ struct Layer {
 struct Layers {
     Layer at[LAYERS ? LAYERS : 1];
 
-    // The number of slices of all layers.
     __device__ __forceinline__ int slices() const {
         int n = 0;
 #pragma unroll
@@ -276,8 +278,8 @@ struct Layers {
     }
 };
 
-// Stores a vector of an output. The output stays in the cache for its next reader, unless the tensor is so large that
-// its output would evict the input.
+// Stores a vector of an output. If the tensor is larger than the cache, the vector may be evicted early, because the
+// output would otherwise evict the input.
 __device__ __forceinline__ void put(char* to, const Vec& v, const Shape& s) {
     if (s.passing)
         store_through(to, v);
@@ -285,8 +287,9 @@ __device__ __forceinline__ void put(char* to, const Vec& v, const Shape& s) {
         store(to, v);
 }
 
-// The n vectors of a slice that one thread processes; offset() returns where the i-th vector is. Blocks of BLOCK units
-// are assigned to the parts in turn, so that all programs together read the tensor in order.
+// The n vectors of a slice that one thread processes; offset() returns the offset of the i-th vector in bytes. The
+// units of a slice are divided into runs of BLOCK units. Run k belongs to part k % parts, so that all programs together
+// read the tensor from start to end.
 struct Walk {
     int slice, first, step, n, column;
 
@@ -296,8 +299,8 @@ struct Walk {
         n = works(s) && first < s.units ? (s.units - first - 1) / step + 1 : 0;
     }
 
-    // Whether this thread has work in the slice. Some threads may have none: the last slice may be narrower, and SV
-    // need not divide THREADS.
+    // Returns whether this thread has work in the slice. A thread may have none, because the last slice may have fewer
+    // channels, and because SV need not divide THREADS.
     __device__ __forceinline__ bool works(const Shape& s) const {
         return LAST ? (slice * SV + column) * V < s.C : !WOVEN || threadIdx.x < BLOCK * SV;
     }
@@ -321,9 +324,9 @@ struct Walk {
 
     __device__ __forceinline__ i64 of_dy(const Shape& s, int i) const { return offset(s, i, s.dy_stride, s.y_plane); }
 
-    // Returns the offset of the byte that holds a vector's sign bits. The bits are in the order of sign_bits.py: rows
-    // of C bits (channels last) or channels of units * V bits (channels first), each rounded up to whole bytes. If
-    // WOVEN, the bits are in the order of y.
+    // Returns the offset of the byte that holds the i-th vector's sign bits, in the order of sign_bits.py: rows of C
+    // bits (channels last) or channels of units * V bits (channels first), each padded to whole bytes. If WOVEN, the
+    // bits are in the order of y.
     __device__ __forceinline__ i64 of_bits(const Shape& s, int i) const {
 #if LAST
         return (i64)(first + i * step) * ((s.C + 7) / 8) + (slice * SV + column) * V / 8;
@@ -335,8 +338,8 @@ struct Walk {
     }
 };
 
-// Stores a vector's sign bits. A float32 vector has only four bits, so two neighboring threads share a byte;
-// resident.py makes sure that each row or channel has an even number of vectors.
+// Stores a vector's sign bits. A float32 vector has only four bits, so two neighboring threads share a byte. Both
+// always have a vector, because resident.py makes sure that each row or channel has an even number of vectors.
 __device__ __forceinline__ void store_bits(unsigned char* to, u32 bits) {
 #if V == 8
     *to = bits;
@@ -356,8 +359,8 @@ __device__ __forceinline__ u32 load_bits(const unsigned char* from) {
 
 // ---- barriers: see barrier.py ----
 
-// Returns the highest bit of the barrier's word (0 in all threads except thread 0). This bit may be read early, because
-// it cannot change before this program arrives.
+// In thread 0, returns the highest bit of a barrier's word; in other threads, returns 0. The bit does not change before
+// this program arrives at the barrier, so the program may read the bit early.
 __device__ __forceinline__ u32 side_of(const u32* word) { return threadIdx.x == 0 ? glance(word) & 0x80000000u : 0; }
 
 __device__ __forceinline__ void meet(u32* word, u32 side, int part, int parts) {
@@ -381,15 +384,15 @@ __device__ __forceinline__ void put_values(float* to, const float (&f)[V]) {
     for (int k = 0; k < V; k += 4) put_four(to + k, f[k], f[k + 1], f[k + 2], f[k + 3]);
 }
 
-// The number of floats of scratch memory that the sums need.
+// How many floats of scratch memory the functions below need.
 #define SCRATCH (LAST ? 2 * (WARPS * W > THREADS ? WARPS * W : THREADS) : WOVEN ? 4 * THREADS : 2 * WARPS)
 
-// Sums s1 and s2 per channel over all threads, in a fixed order. Each of the first W threads gets the sums of channel
-// threadIdx.x.
+// Adds up s1 and s2 of each channel over all threads, in a fixed order. In each of the first W threads, a and b become
+// the sums of the slice's channel threadIdx.x.
 __device__ __forceinline__ void totals(float (&s1)[V], float (&s2)[V], const Walk& walk, float* scratch, float& a, float& b) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #if WOVEN
-    // A vector holds values of one channel, and perhaps of the next channel.
+    // A vector may hold values of two channels. `mine` has the two sums of the first channel, then those of the second.
     float mine[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int k = 0; k < V; ++k) {
@@ -480,8 +483,9 @@ __device__ __forceinline__ void totals(float (&s1)[V], float (&s2)[V], const Wal
 #endif
 }
 
-// Adds the sums of all parts, in a fixed order. Each of the first W threads gets the sums of its channel.
-#define TEAMS (LAST ? THREADS / W : WOVEN ? 4 : 32)  // threads per channel
+// Adds up the sums of all parts, in a fixed order. In each of the first W threads, a and b become the sums of the
+// slice's channel threadIdx.x. TEAMS is the number of threads that add up the sums of one channel.
+#define TEAMS (LAST ? THREADS / W : WOVEN ? 4 : 32)
 __device__ __forceinline__ void add_parts(const float2* partial, const Shape& s, int slice, float* scratch, float& a, float& b) {
     int c = slice * W + threadIdx.x % W, team = threadIdx.x / W;
     a = b = 0;
@@ -583,10 +587,11 @@ struct Running {
     int cumulative;
 };
 
-// Each of the first W threads updates one channel's running averages. The last warp to finish counts the batch. If a
-// channel's mean or variance was not finite, this warp restores all averages and counts the batch as skipped instead.
-// In a warp's first thread, go() returns the number of finished warps, plus 1 << 16 for each of these warps that has a
-// non-finite channel. Only finish() reads this number, so no code before finish() waits for the atomic operation.
+// Updates the running averages. In the program of a slice's first part, each of the first W threads updates one
+// channel. The last warp to do so, over all slices of a layer, increments `batches`. But if the mean or variance of any
+// channel was not finite, this warp restores all averages and increments `skipped`. In the first thread of a warp, go()
+// returns the number of warps that are done, plus 1 << 16 for each of them that found a mean or variance that is not
+// finite. Only finish() reads this number, so the code before finish() does not wait for the atomic operation.
 struct Move {
     float old_mean, old_var, factor;
 
@@ -609,7 +614,7 @@ struct Move {
         }
         u32 step = 1 + (__any_sync(~0u, bad) ? 1u << 16 : 0);
         __syncwarp();
-        // The highest bit is not part of the count: an earlier launch may have used this word as a barrier.
+        // Mask the highest bit: if an earlier launch used this word as a barrier, it may have left that bit set.
         return threadIdx.x % 32 == 0 ? (add_release(done, step) & 0x7fffffffu) + step : 0;
     }
 
@@ -629,12 +634,12 @@ struct Move {
         }
     }
 };
-#define MOVERS ((W + 31) / 32)  // warps that update averages
+#define MOVERS ((W + 31) / 32)  // number of warps per program that update running averages
 
 // A value near the channel's mean is subtracted from all values before they are squared and summed, because
-// E[x^2] - E[x]^2 loses all precision if the mean is large. The subtracted value is the mean of a few units that are
+// E[x^2] - E[x]^2 loses all precision if the mean is large. The subtracted value is the mean of SAMPLES units that are
 // spread over the tensor, and is the same in all parts. The first SAMPLES * SV threads (if units are rows) or SAMPLES
-// threads (if units are vectors of a channel) read these units.
+// threads (if units are vectors of a channel) each read one vector of these units.
 #if LAST
 #define SAMPLES (2 * WARPS < BLOCK ? 2 * WARPS : BLOCK)
 #elif WOVEN
@@ -696,7 +701,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
     __shared__ float shared_base[W], shared_scale[W], shared_offset[W];
     const u64 policy = evict_first();
     const int parts = layers.at[0].shape.parts, slices = layers.slices(), groups = gridDim.x / parts;
-    // Neighboring programs process the same rows of neighboring slices. In a channels-last tensor, they therefore read
+    // Neighboring programs process the same part of neighboring slices. In a channels-last tensor, they therefore read
     // long contiguous pieces of memory together.
     const int group = blockIdx.x % groups, part = blockIdx.x / groups;
 
@@ -713,7 +718,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
         }
         commit();
     };
-    // Copies the residual. Call this after copying x, so that the statistics do not wait for the residual.
+    // Copies the residual to shared memory. Call this after the copies of x, so that the statistics do not wait for the
+    // residual.
     auto copy_added = [&](const Layer& l, const Walk& walk) {
 #pragma unroll 1
         for (int k = 0; k < walk.n; ++k) copy_async(slot_of(1, k), residual + walk.of_y(l.shape, k), policy);
@@ -730,11 +736,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
         u32* words = l.words;
         const Running running = {l.mean, l.var, l.batches, l.skipped, momentum, cumulative};
         const float count = (float)((i64)s.units * EACH_UNIT);
-        const int channel = slice * W + threadIdx.x;  // valid in the first W threads
+        const int channel = slice * W + threadIdx.x;
         const bool here = threadIdx.x < W && channel < s.C;
         const u32 side = s.parts > 1 ? side_of(words + 2 + slice) : 0;
 
-        // Load the parameters and averages early, to hide the latency.
+        // Load the parameters and averages long before they are used, so that nothing waits for these loads.
         float g = 1, b = 0;
         Move averages = {};
         if (here) {
@@ -855,7 +861,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
             if (RESIDUAL && bits) store_bits(bits + walk.of_bits(s, i), above);
         };
         if (ADDED) arrived<0>();
-        // Start with the vectors that were read last, because they are most likely still in the cache.
+        // Read the vectors that are not on chip again. Start with those that were read last, because they are most
+        // likely still in the cache.
         i = streamed;
         for (; i >= UNROLL; i -= UNROLL) {
             Vec v[UNROLL], r[UNROLL];
@@ -896,7 +903,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
 
 #else  // ---- backward ----
 
-// If a residual was added before an activation, the saved sign bits say where g' is 1.
+// Whether g' is read from the saved sign bits, because z includes a residual and cannot be recomputed from x alone.
 #define SIGNS (RESIDUAL && ACT != IDENTITY)
 #if LAYERS
 extern "C" __global__ void __launch_bounds__(THREADS, EACH) backward_layers(
@@ -919,7 +926,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) backward(
     int layer = layers.find(slice);
     Walk walk(layers.at[layer].shape, slice, part);
     int streamed = max(walk.n - K, 0);
-    u32 signs[K];  // the sign bits of the vectors that are kept on chip
+    u32 signs[K];  // the sign bits of the vectors that this thread keeps on chip
     auto copy_one = [&](const Layer& l, const Walk& walk, int streamed, int k) {
         int i = streamed + k;
         if (k < K && i < walk.n) {
@@ -957,13 +964,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) backward(
             offset[k] = exists ? stats[6 * s.C + c] : 0;
             s1[k] = s2[k] = 0;
         }
-        float low = 0, invstd = 0, factor = 0;  // loaded early, to hide the latency
+        float low = 0, invstd = 0, factor = 0;
         if (here) {
             low = stats[4 * s.C + channel];
             factor = stats[5 * s.C + channel];
             invstd = stats[7 * s.C + channel];
         }
-        // Computes dz = g'(z) dy and f = x - base.
+        // Computes f = x - base, and dz = dy times the activation's derivative. `v` is a vector of x, and `g` is a
+        // vector of dy.
         auto dz_of = [&](const Vec& v, const Vec& g, u32 above, float (&f)[V], float (&dz)[V]) {
             widen(v, f);
             widen(g, dz);

@@ -1,6 +1,15 @@
 """Choose when and how to run resident.cu, the kernel that keeps tensors in shared memory.
 
-The rules come from measurements on one H200 (results/kernels-h200.json).
+The rules come from measurements on one H200 (results/kernels-h200.json). These words have the same meaning here as in
+resident.cu:
+
+- A *program* is a thread block.
+- A *slice* is a group of neighboring channels. The values of a slice are divided into *parts*, and a program processes
+  one part at a time.
+- A *vector* is 16 bytes of adjacent values, which a thread loads in one access.
+- *On chip* means in shared memory.
+- A channels-first tensor is processed in *woven* form if the values of a channel in one example do not fill whole
+  vectors, so that a vector may hold values of two channels.
 """
 
 from __future__ import annotations
@@ -20,10 +29,10 @@ from .schedule import AT_ONCE, megabytes_of, up
 
 SOURCE = Path(__file__).with_name("resident.cu")
 KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-WIDTH = 16  # bytes of a vector
-SHARED = 232_448  # bytes of shared memory for all programs on a multiprocessor together
+WIDTH = 16  # bytes per vector
+SHARED = 232_448  # bytes of shared memory that all programs on a multiprocessor have together
 CACHE = 40_000_000  # a tensor of up to this many bytes stays in the L2 cache during a pass
-BATCHES = 8  # maximum number of batches, of 4 vectors each, that a thread keeps on chip
+BATCHES = 8  # a thread keeps up to this many batches of 4 vectors on chip, because resident.cu has code for 8 batches
 
 
 class Residence(NamedTuple):
@@ -31,14 +40,13 @@ class Residence(NamedTuple):
 
     threads: int
     each: int  # programs per multiprocessor
-    lanes: int  # vectors in a row of a slice; 1 if a slice is a channel
-    # The number of a channel's locations in one example if woven (a vector may hold values of two channels), else 0.
-    plane: int
+    lanes: int  # SV in resident.cu: vectors of a slice per location (channels last) or per example (woven), else 1
+    plane: int  # in woven form, the number of locations per example; else 0
     kept: int  # vectors of each tensor that a thread keeps on chip
-    parts: int
+    parts: int  # parts per slice
     slices: int
-    groups: int  # slices processed at a time
-    added: bool = False  # whether the whole residual is kept on chip too
+    groups: int  # slices processed at the same time
+    added: bool = False  # whether the whole residual is kept on chip
 
     @property
     def path(self) -> str:
@@ -54,12 +62,16 @@ class Residence(NamedTuple):
 
     @property
     def kept_parts(self) -> int:
-        """The number of parts whose sums are stored in memory."""
+        """The number of parts per slice whose sums are stored in global memory; a single part stores none."""
         return 0 if self.parts == 1 else self.parts
 
     @property
     def words(self) -> int:
-        """The number of int32 counters: one used only by Triton kernels, one for finished warps, and one per slice."""
+        """The number of int32 counters that a launch needs.
+
+        The first counter is reserved for the Triton kernels, which use the same workspace. The second counts the warps
+        that have updated running averages. In addition, each slice has a counter for its barrier.
+        """
         return 2 + self.slices
 
     @property
@@ -94,12 +106,12 @@ def make(
 
 @cache
 def choose(g: Geometry, itemsize: int, backward: bool, residual: bool, processors: int) -> Residence | None:
-    """Choose the launch parameters; return None if other kernels are faster or the tensor is not supported."""
+    """Choose the launch parameters; return None if other kernels are faster or resident.cu does not support ``g``."""
     v = WIDTH // itemsize
     if weaves(g, itemsize, backward, residual):
         find = _of_woven
     elif residual and (g.channels if g.nhwc else g.rows) % 8:
-        return None  # the sign bits must fill whole bytes
+        return None  # the sign bits of a row (channels last) or a channel (channels first) must fill whole bytes
     elif g.nhwc:
         if g.channels % v or g.stride % v:
             return None
@@ -118,9 +130,10 @@ def choose(g: Geometry, itemsize: int, backward: bool, residual: bool, processor
 def _of_planes(
     g: Geometry, itemsize: int, backward: bool, residual: bool, processors: int, tensors: int
 ) -> Residence | None:
-    """Choose the launch for a channels-first tensor whose channels fill whole vectors."""
+    """Choose the launch for a channels-first tensor in which a channel fills whole vectors in each example."""
     megabytes, channel = megabytes_of(g, itemsize), g.rows * itemsize
-    # Whether one program per channel fits on the device, but only with two programs per multiprocessor.
+    # Whether the device can run one program per channel at the same time with two programs per multiprocessor, but not
+    # with one.
     at_once = processors < g.channels <= 2 * processors
 
     def plan(threads: int, each: int, parts: int = 0) -> Residence:
@@ -141,8 +154,8 @@ def _of_planes(
         if megabytes > 250:
             return plan(512, 2, up(channel, 100 * 1024)) if processors < g.channels < 2 * processors else None
         if megabytes >= 20:
-            # With about as many channels as multiprocessors, four parts per channel balance the load better than the
-            # default of one or two.
+            # If there are about as many channels as multiprocessors, four parts per channel balance the load better
+            # than one or two, which `plan` would choose.
             return plan(512, 2, 4 if 0.95 * processors <= g.channels <= 1.5 * processors else 0)
         return plan(512, 1) if g.channels <= processors else plan(256, 2)
     if megabytes < (6 if residual else 16) or megabytes > (200 if residual else 250):
@@ -156,14 +169,14 @@ def _of_planes(
     if at_once and channel <= 256 * 1024:
         return plan(512, 2)
     if at_once and g.channels < 1.5 * processors:
-        return None  # most programs would be idle in a second round
+        return None  # not all channels fit at once, and most programs would be idle in the second round
     return plan(512, 1, up(channel, 200 * 1024) if g.channels > processors and channel > 2**20 else 0)
 
 
 def _of_woven(
     g: Geometry, itemsize: int, backward: bool, residual: bool, processors: int, tensors: int
 ) -> Residence | None:
-    """Choose the launch for a channels-first tensor whose channels do not fill whole vectors."""
+    """Choose the launch for a channels-first tensor in woven form."""
     lanes = woven_lanes(g, itemsize, residual)
     assert lanes is not None
     slices = g.channels * g.width * itemsize // (lanes * WIDTH)
@@ -176,7 +189,7 @@ def _of_woven(
         return plan(384, 2)
     one, two = plan(512, 1), plan(256, 2)
     if one.parts == 1 and slices <= processors and one.fits(g, itemsize):
-        return one  # no program waits for another
+        return one  # each slice has only one program, so no program waits for another
     return one if backward and not two.fits(g, itemsize) else two
 
 
@@ -190,9 +203,10 @@ def _of_rows(
 def choose_layers(
     g: Geometry, channels: tuple[int, ...], strides: tuple[int, ...], itemsize: int, backward: bool, processors: int
 ) -> Residence | None:
-    """Choose the launch for one or more channels-last layers; ``g`` is the geometry of all their channels together.
+    """Choose one launch for one or more channels-last layers, or return None.
 
-    Returns None if other kernels are faster or resident.cu does not support these channels and strides.
+    The result is None if other kernels are faster or resident.cu does not support these channels and strides. ``g`` is
+    the geometry of a tensor with the channels of all layers.
     """
     v = WIDTH // itemsize
     if any(n % v for n in (*channels, *strides)):
@@ -206,10 +220,10 @@ def choose_layers(
 
 
 def _in_rounds(g: Geometry, channels: tuple[int, ...], itemsize: int, processors: int) -> Residence | None:
-    """Plan a backward pass that processes as many slices at a time as fit on chip.
+    """Plan a backward pass in rounds, each of which processes as many slices as fit on chip.
 
-    Returns None in four cases: all slices fit at once, fewer than two slices fit, a partly empty last round would waste
-    more than a tenth of the capacity, or wider slices are faster.
+    Returns None in four cases: all slices fit at once, fewer than two slices fit, more than a tenth of the capacity
+    would be wasted because the last round is not full, or wider slices are faster.
     """
     lanes, threads = 4, 512
     slices = sum(up(c * itemsize, lanes * WIDTH) for c in channels)
@@ -219,7 +233,7 @@ def _in_rounds(g: Geometry, channels: tuple[int, ...], itemsize: int, processors
     if not 2 <= groups < slices or slices / (up(slices, groups) * groups) < 0.9:
         return None
     if all(c * itemsize % (8 * WIDTH) == 0 for c in channels):
-        return None  # slices of 8 vectors are faster, although some values are read twice
+        return None  # slices of 8 vectors are faster, although not all values fit on chip
     r = make(g, itemsize, 2, processors, threads, 1, lanes, processors // groups)
     return r._replace(slices=slices, groups=groups)
 
@@ -233,13 +247,13 @@ def _of_layers(
     processors: int,
     tensors: int,
 ) -> Residence | None:
-    """Choose the launch for one or more channels-last tensors, which ``g`` describes together."""
+    """Choose the launch for channels-last layers; ``g`` is the geometry of a tensor with the channels of all layers."""
     megabytes, plain = megabytes_of(g, itemsize), not backward and not residual
     least = (1 if residual else 3) if backward else (3 if residual else 6)
     if megabytes < least or megabytes > (250 if plain else 200):
         return None
-    # Wide slices use full memory bursts; with narrow slices, fewer programs share a barrier. Choose the widest allowed
-    # slice that leaves few threads idle, or `wide` if every width leaves many threads idle.
+    # Wide slices access longer contiguous pieces of memory. But with narrow slices, fewer programs wait for each other
+    # at a barrier. Choose the first of `widths` that leaves few threads idle, or `wide` if all of them leave many idle.
     narrow = megabytes < (30 if plain else 10 if backward and residual else 16)
     vectors = [c * itemsize // WIDTH for c in channels]
     if megabytes > 50 and any(n % 8 for n in vectors) and not plain:
@@ -260,24 +274,26 @@ def _of_layers(
 def weaves(g: Geometry, itemsize: int, backward: bool, residual: bool) -> bool:
     """Return whether to process a tensor in woven form (see WOVEN in resident.cu).
 
-    With a residual, the forward and the backward pass get the same answer, because they share the sign bits.
+    With a residual, the result does not depend on ``backward``, because both passes must use the same order of sign
+    bits.
     """
     v = WIDTH // itemsize
-    # Check the size first: for symbolic shapes, torch.compile then often needs no other guard.
+    # Check the size first: if a tensor with symbolic sizes is small, torch.compile then adds no guards for the other
+    # conditions.
     if megabytes_of(g, itemsize) < 4 or g.nhwc or g.width < 2 * v or g.stride % v:
         return False
     if woven_lanes(g, itemsize, residual) is None:
         return False
-    alone = g.width % 2 == 1  # with an odd width, other kernels cannot load vectors, only single values
+    alone = g.width % 2 == 1  # if the width is odd, the Triton kernels can load only one value per access
     least = (4 if alone else 6) if residual else (4 if alone else 10) if backward else (10 if alone else 30)
     return megabytes_of(g, itemsize) >= least
 
 
 def woven_lanes(g: Geometry, itemsize: int, residual: bool) -> int | None:
-    """Return how many vectors of one example a slice has in woven form, or None if the woven form does not apply.
+    """Return how many vectors a slice has per example in woven form, or None if the woven form does not apply.
 
-    This is the smallest number of vectors that hold a whole number of channels. With a residual, the sign bits of these
-    vectors also fill whole bytes.
+    A slice has the smallest number of vectors that hold a whole number of channels. With a residual, the sign bits of
+    these vectors must also fill whole bytes.
 
     >>> from .layout import geometry_of
     >>> woven_lanes(geometry_of(torch.empty(2, 64, 7, 7)), 2, False)  # 8 channels of 49 values fill 49 vectors of 8
@@ -294,8 +310,8 @@ def woven_lanes(g: Geometry, itemsize: int, residual: bool) -> int | None:
 
 @cache
 def runs_on(device: torch.device) -> bool:
-    """Return whether the kernel can run on a device: it needs a Hopper GPU, NVRTC and AT_ONCE = 1 or 2."""
-    alone = 0 < AT_ONCE <= 2  # 2 is allowed: on two streams, one launch waits until the other is done
+    """Return whether the kernel can run on a device: it needs a Hopper GPU, NVRTC and ``AT_ONCE`` = 1 or 2."""
+    alone = 0 < AT_ONCE <= 2  # 2 is safe: if two streams launch this kernel, one launch waits for the other
     if device.type != "cuda":
         return False
     properties = torch.cuda.get_device_properties(device)
@@ -318,7 +334,6 @@ class _Shape(ctypes.Structure):
 
 @cache
 def _shape(g: Geometry, itemsize: int, r: Residence, dy_stride: int) -> _Shape:
-    """Describe the tensors to the kernel, with strides in bytes."""
     v, b = WIDTH // itemsize, itemsize
     passing = g.rows * g.channels * itemsize > CACHE
     if g.nhwc:
@@ -356,7 +371,7 @@ def _kernel(
 def layers_kernel(
     name: str, dtype: torch.dtype, activation: int, r: Residence, layers: int, device: torch.device
 ) -> driver.Kernel:
-    """Return the kernel "forward_layers" or "backward_layers" for this many layers."""
+    """Return the kernel ``name``, "forward_layers" or "backward_layers", compiled for this many layers."""
     return _kernel(name, KINDS[dtype], True, activation, False, r.code, device, layers)
 
 
@@ -371,9 +386,9 @@ def prepared(
     dy_stride: int,
     index: int,
 ) -> tuple[driver.Kernel, driver.Arguments]:
-    """Return the kernel "forward" or "backward" and its arguments.
+    """Return the kernel ``name``, "forward" or "backward", and its arguments.
 
-    These arguments change from launch to launch:
+    The following arguments change from launch to launch:
 
     - forward: the addresses of x, y, residual, bits, gamma, beta, stats, partial, words and the running averages, then
       momentum, whether the average is cumulative, eps and slope.

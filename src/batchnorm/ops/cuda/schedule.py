@@ -1,4 +1,9 @@
-"""Choose the Triton kernels' configuration by rules from measurements on one H200 (results/kernels-h200.json)."""
+"""Choose the Triton kernels' configuration by rules from measurements on one H200 (results/kernels-h200.json).
+
+The channels are divided into *slices*, and the values of each slice into *parts*. A program processes one part, in
+*tiles*. There are two paths: "once" is one launch that holds x in registers, and "stream" is two launches, each of
+which reads x.
+"""
 
 from __future__ import annotations
 
@@ -11,63 +16,66 @@ from .layout import Geometry, vector
 MEANING = (
     "resident and once: one launch, which reads x once if x fits on chip; stream: two launches, which read x twice"
 )
-# In the "once" path with up to this many parts per slice, every program merges the sums of all parts itself. With more
-# parts, the last program to arrive merges the sums for all programs.
+# In the "once" path, if a slice has up to this many parts, each of its programs merges the sums of all parts. If it has
+# more parts, the programs that finish their sums last merge the sums for all programs.
 MERGED_BY_ALL = 64
-# How many launches with barriers must fit on the GPU at the same time; 0 disables such launches. The default suits a
-# network that trains on one or two streams. Set BATCHNORM_LAUNCHES_AT_ONCE to 0 if other processes use the GPU: how
-# many multiprocessors they leave free is unknown, and programs that wait for each other could deadlock.
+# How many launches with barriers must fit on the GPU at the same time. The default suits a network that trains on one
+# or two streams. With 0, no launch has barriers. Set BATCHNORM_LAUNCHES_AT_ONCE to 0 if other processes use the GPU:
+# they leave an unknown number of multiprocessors free, so programs that wait at a barrier could deadlock.
 AT_ONCE = int(os.environ.get("BATCHNORM_LAUNCHES_AT_ONCE", "2"))
-# The numbers of tiles that a program can hold in registers; a kernel is compiled for each number that is used.
+# A program holds one of these numbers of tiles in registers. There are only a few numbers, because each needs its own
+# compiled kernel.
 HELD = (1, 2, 4, 7, 8, 12, 16)
 
 
 class Tiling(NamedTuple):
-    """Hold the launch parameters: a slice of channels is split into parts, and a program processes a part in tiles."""
+    """Hold the launch parameters of the Triton kernels."""
 
-    path: str  # "once": one launch, x held in registers; "stream": two launches, x read twice
-    R: int  # a tile has R units of V values: see triton/tile.py
+    path: str  # "once" or "stream"
+    # A tile has R units of V values; triton/tile.py defines a unit.
+    R: int
     V: int
-    T: int  # tiles that a program holds in registers
-    parts: int
+    T: int  # tiles that a program holds in registers; 0 in the "stream" path
+    parts: int  # parts per slice
     share: int  # units per part
     slices: int
-    beside: int  # slices processed at a time
+    beside: int  # slices processed at the same time
     warps: int
     stages: int  # software pipelining stages of the loop over tiles
     registers: int  # maximum number of registers per thread in the first or only launch; 0 means no limit
-    steps: int  # tiles per program in the second launch
-    ticket: bool  # whether programs number themselves as they start: see triton/barrier.py
-    align: int
+    steps: int  # tiles per program in the second launch of "stream"
+    ticket: bool  # whether programs are numbered in the order in which they start (take_ticket in triton/barrier.py)
+    align: int  # a number that divides all strides
 
     @property
     def alone(self) -> bool:
-        """Whether one program processes a whole slice, so that no program has to wait."""
+        """Whether one program processes a whole slice, so that programs do not wait for each other."""
         return self.parts == 1 and self.path != "stream"
 
     @property
     def tree(self) -> bool:
-        """Whether parts are merged in two steps: first in groups of up to 32 parts, then the groups.
+        """Whether sums are merged in two steps: first the sums of up to 32 parts each, then the results.
 
-        The "once" path ignores this up to MERGED_BY_ALL parts, because every program then merges all parts itself.
+        In the "once" path, this has no effect up to MERGED_BY_ALL parts, because every program then merges all sums.
         """
         return self.parts > 32
 
     @property
     def kept_parts(self) -> int:
-        """The number of parts whose sums are stored in memory, including the merged groups of a tree."""
+        """The number of parts per slice whose sums are stored in memory; a merged group of a tree counts as a part."""
         return 0 if self.alone else self.parts + up(self.parts, 32) * self.tree
 
     @property
     def words(self) -> int:
-        """The number of int32 counters: one for tickets, one for finished slices, and those of the slices.
+        """The number of int32 counters that a launch needs.
 
-        A slice has 1 counter, or 33 for a tree, or none if one program processes the whole slice.
+        One counter numbers the programs (see ``ticket``), and one counts finished slices. In addition, each slice has 1
+        counter, or 33 with a tree, or none if one program processes the whole slice.
         """
         return 2 if self.alone else 2 + self.slices * (33 if self.tree else 1)
 
     def second(self, units: int) -> Tiling:
-        """Return the tiling of the second launch, which has smaller parts because it merges nothing."""
+        """Return the tiling of the second launch, which merges no sums and therefore has smaller parts."""
         share = self.R * self.steps
         return self._replace(share=share, parts=up(units, share))
 
@@ -104,9 +112,9 @@ def make(
 ) -> Tiling:
     """Make a tiling with about ``tile`` elements per tile.
 
-    The path "once" has about ``parts`` parts, or more if a part would otherwise have more than ``tiles`` tiles. The
-    path "stream" has at most ``parts`` parts, and at most 1024. In channels-last tensors, a slice has ``lanes``
-    channels.
+    In the path "once", a slice has about ``parts`` parts, or more if a part would otherwise have more than ``tiles``
+    tiles. In the path "stream", a slice has at most ``parts`` parts, and at most 1024. If the tensor is channels last,
+    a slice has ``lanes`` channels.
     """
     if geometry.nhwc:
         V = lanes
@@ -119,7 +127,7 @@ def make(
         slices, units, align = geometry.channels, geometry.rows // V, V
     R = max(tile // V, 8)
     parts = max(parts, up(units, R * tiles)) if path == "once" else min(parts, 1024)
-    # Parts start at multiples of 8 units, so that their bits start at whole bytes.
+    # Let parts start at multiples of 8 units, so that two programs never write sign bits to the same byte.
     share = up(up(units, parts), 8) * 8
     parts = up(units, share)
     T = next(t for t in HELD if t * R >= share) if path == "once" else 0
@@ -146,7 +154,7 @@ def choose(geometry: Geometry, itemsize: int, backward: bool, residual: bool, pr
 
 
 def _way(g: Geometry, itemsize: int, backward: bool, residual: bool) -> Way | None:
-    """Return how to hold a tensor of this size in registers, or None if streaming is faster or the only option."""
+    """Return how to hold a tensor of this size in registers, or None to use the "stream" path."""
     megabytes = megabytes_of(g, itemsize)
     if g.nhwc:
         if megabytes < 6:
@@ -158,7 +166,7 @@ def _way(g: Geometry, itemsize: int, backward: bool, residual: bool) -> Way | No
     if residual and megabytes > 8 and values * itemsize == 16:
         return None
     if megabytes < 60 or g.rows * itemsize <= 512 * 1024:
-        alone = values > 1 and 2 * g.rows * itemsize <= 64 * 1024  # one program holds a whole channel
+        alone = values > 1 and 2 * g.rows * itemsize <= 64 * 1024  # one program holds a channel of x and dy
         small = megabytes < (3 if not alone else 4 if residual else 5) if backward else megabytes < 10 or values == 1
         return Way(8, 64) if small else Way(4, 32)
     return None
@@ -167,15 +175,15 @@ def _way(g: Geometry, itemsize: int, backward: bool, residual: bool) -> Way | No
 def once(g: Geometry, itemsize: int, tensors: int, way: Way, processors: int) -> Tiling | None:
     """Return a tiling that holds ``tensors`` tensors (1 or 2) in registers, and so reads each of them once.
 
-    Returns None if programs would wait for other programs that cannot run at the same time.
+    Returns None if the programs of a slice, which wait for each other, might not all run at the same time.
     """
-    tile = 512 * way.warps // itemsize  # 16 bytes per thread
+    tile = 512 * way.warps // itemsize  # a tile has 16 bytes per thread
     tiles = way.kilobytes * 1024 // (tile * itemsize * tensors)
-    # With 128 registers per thread, 16 warps fit on a multiprocessor.
+    # With 128 registers per thread, 16 warps can run on a multiprocessor at the same time.
     running = processors * 16 // way.warps
     room = running // AT_ONCE if AT_ONCE else 0
     p = make(g, itemsize, "once", tile, min(tiles, HELD[-1]), 1, way.lanes, way.warps, 128)
-    if p.parts > max(room, 1):  # a program that is alone on its slice never waits
+    if p.parts > max(room, 1):  # a single part is always possible, because its program waits for no other program
         return None
     beside = max(1, min(room // p.parts, p.slices))
     return p._replace(beside=beside, ticket=p.parts * p.slices > min(running // 4, room))

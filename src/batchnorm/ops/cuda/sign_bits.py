@@ -3,10 +3,10 @@
 The forward pass saves these bits if a residual was added before relu, leaky_relu or relu6. With z = BN(x) + residual,
 the derivative is 1 if z > 0 (relu, leaky_relu) or if 0 < z < 6 (relu6). For NaN, see ``passes`` in triton/tile.py.
 
-Bits are stored in one of two orders. A 1D tensor holds the bits of each row (channels last) or channel (channels
-first), padded to whole bytes. A 2D tensor, called woven, holds one row of bits per example, in the order of a dense x.
-Woven bits are used if a vector may hold values of two channels (see resident.cu), because the bits of one channel of
-one example then do not fill whole bytes.
+Bits are stored in one of two orders. A 1D tensor holds the bits row by row (channels last) or channel by channel
+(channels first), and each row or channel is padded to whole bytes. A 2D tensor, called woven, holds the bits example by
+example, in the order of a dense channels-first x. Bits are woven if a 16-byte vector may hold values of two channels
+(see resident.cu), because the bits of one channel of one example then do not fill whole bytes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def is_woven(bits: Tensor) -> bool:
 
 
 def unpack(bits: Tensor, x: Tensor) -> Tensor:
-    """Convert the bits of a forward pass to a bool tensor of x's shape."""
+    """Convert the sign bits of a forward pass over ``x`` to a bool tensor of x's shape."""
     g = geometry_of(x)
     assert g is not None
     each = bits.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=bits.device) & 1
@@ -47,7 +47,7 @@ def unpack(bits: Tensor, x: Tensor) -> Tensor:
 
 
 def rearrange(bits: Tensor, x: Tensor, woven: bool) -> Tensor:
-    """Return the bits of a channels-first ``x`` in the requested order; torch operations convert them if necessary."""
+    """Return the bits of a channels-first ``x`` in woven order if ``woven``, else channel by channel."""
     if is_woven(bits) == woven:
         return bits
     each = unpack(bits, x).to(torch.uint8)

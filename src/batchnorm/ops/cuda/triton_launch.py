@@ -15,7 +15,8 @@ from torch import Tensor
 from . import driver
 
 Tensors = tuple[Tensor | None, ...]
-Launched = Callable[[list[int], tuple[float, ...]], driver.Launch | None]  # addresses, scalars
+# A function that launches a kernel, given a list of tensor addresses and a tuple of scalars.
+Launched = Callable[[list[int], tuple[float, ...]], driver.Launch | None]
 
 
 class TritonLaunch:
@@ -56,7 +57,7 @@ class TritonLaunch:
                 return self(tensors, scalars, choices)
         rest = (*choices, *self.constants)
         compiled = self.kernel[(self.programs,)](*tensors, *self.numbers, *scalars, *rest, **self.options)
-        if compiled is not None:  # None if the kernel is interpreted
+        if compiled is not None:  # it is None if Triton's interpreter runs the kernel
             absent = [t is None for t in tensors]
             self.compiled[key] = self._past_triton(compiled, absent, scalars) or self._by_triton(compiled, absent, rest)
         return None
@@ -75,7 +76,7 @@ class TritonLaunch:
         return run
 
     def _past_triton(self, compiled: Any, absent: list[bool], scalars: tuple[float, ...]) -> Launched | None:
-        """Return a function that launches through the driver, or None if the code needs an unsupported feature."""
+        """Return a function that launches ``compiled`` through the driver, or None if this is not supported."""
         try:
             meta, index = compiled.metadata, self.device
             types = [compiled.src.signature[name] for name in compiled.src.fn.arg_names]
@@ -104,7 +105,8 @@ class TritonLaunch:
                 fields.append("f" if isinstance(value, float) else "i")
             if not known:
                 return None
-        # Triton appends up to two pointers to scratch memory, which these kernels do not use.
+        # Triton adds up to two pointers to scratch memory to a kernel's parameters. These kernels do not use scratch
+        # memory, so the pointers are null.
         extra = declared[1].count(".param") - len(fields)
         if extra not in (0, 1, 2) or any(kind != "constexpr" for kind in _flat(types[len(values) :])):
             return None

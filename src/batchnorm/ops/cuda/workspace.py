@@ -1,4 +1,4 @@
-"""Memory that launches share: floats for the sums of parts, and words (int32 counters) for barriers."""
+"""Memory that launches share: floats for partial sums, and words, which are int32 counters for barriers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Workspace:
     def __init__(self) -> None:
         self.by_stream: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.arenas: dict[int, tuple[Tensor, int]] = {}
-        self.retired: list[tuple[Tensor, Tensor]] = []  # keep old memory alive: the extension may still use it
+        self.retired: list[tuple[Tensor, Tensor]] = []  # replaced memory: the extension may still use it
 
     def __call__(self, x: Tensor, floats: int, words: int) -> tuple[Tensor, Tensor]:
         """Return memory for at least this many floats and words."""
@@ -58,7 +58,7 @@ class Workspace:
         allocations to a pool of their own. The workspace must outlive such a pool, so another thread allocates it.
         """
         floats = max(floats, 0 if old is None else old[0].shape[0], 1 << 16)
-        words = max(up(words, 32) * 32, 0 if old is None else old[1].shape[0], 4096)  # whole cache lines
+        words = max(up(words, 32) * 32, 0 if old is None else old[1].shape[0], 4096)  # 32 words are a cache line
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(self.allocated, device, floats, words).result()
 
@@ -70,14 +70,16 @@ class Workspace:
             torch.empty(floats, dtype=torch.float32, device=device),
             torch.zeros(words, dtype=torch.int32, device=device),
         )
-        torch.cuda.current_stream(device).synchronize()  # wait for the zeros: any stream may read them
+        # Launches on any stream may use the words, so wait until they have been set to zero.
+        torch.cuda.current_stream(device).synchronize()
         return made
 
     def captured(self, device: torch.device, n: int) -> Tensor:
         """Return ``n`` words for a launch that is being captured."""
         arena, used = self.arenas.get(device.index, (None, 0))
         if arena is None or used + n > arena.numel():
-            return torch.zeros(n, dtype=torch.int32, device=device)  # captured too, so each replay zeroes the words
+            # The graph captures this memset too, so each replay sets the words to zero again.
+            return torch.zeros(n, dtype=torch.int32, device=device)
         self.arenas[device.index] = (arena, used + n)
         return arena[used : used + n]
 

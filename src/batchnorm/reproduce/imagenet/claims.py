@@ -28,16 +28,16 @@ from .result_files import Finished
 
 CONFIRMED, REFUTED, UNRESOLVED, NOT_RUN = "confirmed", "refuted", "not resolved", "not run yet"
 NOT_TESTED = "not tested"
-# A claim is confirmed or refuted only if each network has at least this many seeds. With fewer seeds, the
-# verdicts are "seen" and "not seen" instead.
+# A claim is confirmed or refuted only if each network has at least this many seeds. With fewer seeds, the verdict is
+# "seen" or "not seen".
 SEEDS = 3
 # If a normalized network diverges within this many steps, faulty arithmetic is the likely cause (see `trusted`).
 EARLY = 100
 # A network overfits visibly if its training accuracy exceeds its validation accuracy by more than GAP, and its
 # validation loss ends at more than RISE times its lowest value.
 GAP, RISE = 0.1, 1.05
-# A network trains if its best accuracy exceeds ten times chance or, with few classes, the midpoint between chance and
-# 1. It stays at chance if no validation accuracy is more than four standard errors above chance.
+# A network trains if its best accuracy exceeds TRAINS times chance or, with few classes, the midpoint between chance
+# and 100%. It stays at chance if no validation accuracy is more than ERRORS standard errors above chance.
 TRAINS, ERRORS = 10, 4
 
 
@@ -56,8 +56,9 @@ class Verdict(NamedTuple):
 def trusted(finished: Mapping[str, Finished]) -> tuple[dict[str, Finished], list[str]]:
     """Return the runs that verdicts may use, and the names of the other runs.
 
-    If a normalized network diverges within the first steps, the likely cause is faulty arithmetic on the device, not
-    the learning rate. Verdicts then use no run that diverged within the first steps, normalized or not.
+    If a normalized network diverges within its first EARLY steps, the likely cause is faulty arithmetic on the device,
+    not the learning rate. In that case, verdicts ignore all runs that diverged within their first EARLY steps,
+    including those without batch normalization.
     """
     early = [name for name, one in finished.items() if one.diverged and one.result["steps"] <= EARLY]
     if not any(finished[name].run.recipe.batch_norm for name in early):
@@ -85,7 +86,7 @@ def verdicts(plan: Plan, finished: Mapping[str, Finished]) -> list[Verdict]:
         found.append(at_chance(name, seeds_of(finished, "figures", "inception-sigmoid", init=init)))
     for init, name in inits.items():
         found.append(diverges(name, seeds_of(finished, "figures", "inception-x5", init=init)))
-    # A sweep is judged only when all its runs are finished.
+    # The groups "rates" and "dropout" are judged only when all their runs are finished.
     whole = {group for group in ("rates", "dropout") if all(r.name in finished for r in plan.runs if r.group == group)}
     found.append(wider_range({n: o for n, o in finished.items() if o.run.group != "rates" or "rates" in whole}))
     return found + less_dropout(finished if "dropout" in whole else {})
@@ -224,7 +225,7 @@ def how_it_went(run: Finished) -> str:
 
 
 def _how_they_went(network: Seeds) -> str:
-    """Return how the runs of a network went, without repeating text that all the runs share."""
+    """Return how the runs of a network went; words that would be the same for all runs appear only once."""
     went = [how_it_went(run) for run in network.runs]
     if len(went) > 1 and len({text.split(" (")[0] for text in went}) == 1 and went[0].endswith(")"):
         return f"{went[0].split(' (')[0]} ({', '.join(text.split(' (')[1][:-1] for text in went)})"
@@ -265,7 +266,7 @@ def wider_range(finished: Mapping[str, Finished]) -> Verdict:
 
 
 def rates_that_train(runs: Sequence[Finished]) -> tuple[float, float] | None:
-    """Return the lowest and highest rate with at least half of the best final accuracy, or None if all are 0."""
+    """Return the lowest and highest rate with at least half of the best final accuracy, or None if the best is 0."""
     ends = {run.run.recipe.rate: run.result["top1"] or 0.0 for run in runs}
     good = [rate for rate, accuracy in ends.items() if 0 < max(ends.values()) <= 2 * accuracy]
     return (min(good), max(good)) if good else None
@@ -298,7 +299,7 @@ def less_dropout(finished: Mapping[str, Finished]) -> list[Verdict]:
         return [Verdict(*claims[0], NOT_TESTED, found), Verdict(*claims[1], NOT_TESTED, "no network overfits visibly")]
     spread = noise(normalized[1].final)
     if not normalized[0].final or spread is None:
-        return [Verdict(*claim, UNRESOLVED, "too few runs finished") for claim in claims]
+        return [Verdict(*claim, UNRESOLVED, "too few runs with BN ended without diverging") for claim in claims]
     cost = statistics.fmean(normalized[1].final) - statistics.fmean(normalized[0].final)
     gains = [[b - a for a, b in product(free.final, dropped.final)] for free, dropped in (plain, normalized)]
     found = (

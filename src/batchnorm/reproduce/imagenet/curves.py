@@ -50,7 +50,7 @@ class Seeds:
 
 
 def seeds_of(finished: Mapping[str, Finished], group: str, variant: str, **changed: Any) -> Seeds:
-    """Return a group's runs of one of the paper's recipes, ``variant``, with the field values in ``changed``."""
+    """Return the runs of a group that derive from the recipe ``variant`` and have the field values in ``changed``."""
     return Seeds(
         tuple(
             one
@@ -120,8 +120,8 @@ def mean_curve(curves: Sequence[Curve]) -> Curve:
     if not curves:
         return []
     tables = [dict(curve) for curve in curves]
-    # Without rounding, the mean of equal accuracies can be slightly lower than these accuracies, and would not count as
-    # reaching them.
+    # Round the mean: the mean of equal accuracies can otherwise be slightly lower than these accuracies, and would not
+    # count as reaching them.
     return [
         (step, round(statistics.fmean(table[step] for table in tables), 9))
         for step, _ in curves[0]

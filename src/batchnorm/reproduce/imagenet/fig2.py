@@ -44,7 +44,6 @@ FURTHER = ("paper-rates", "dropout")  # the library's plans for Figure 2 besides
 PAPERS_RATES = "the paper's rates"
 TITLE = "Figures 2 and 3: Inception and its batch-normalized variants"
 NAMED = 8  # the maximum number of unfinished runs that the command prints by name
-# Each network's color and line style in Figure 2, and its name in the paper.
 LINES = {
     "inception": ("#8b8a84", "--", "Inception"),
     "bn-baseline": ("#14835b", ":", "BN-Baseline"),
@@ -52,8 +51,8 @@ LINES = {
     "bn-x30": ("#d9622b", "-", "BN-x30"),
     "bn-x5-sigmoid": ("#8a4fb0", "-.", "BN-x5-Sigmoid"),
 }
-# TUNED is the color and line style of the best unnormalized network, unless that is Inception. OTHERS are the colors
-# and line styles of the remaining unnormalized networks.
+# TUNED is the color and line style of the best unnormalized network if that is not Inception. OTHERS are the colors and
+# line styles of the remaining unnormalized networks.
 TUNED = ("#1c1b18", (0, (4, 1, 1, 1)))
 OTHERS = (("#c2428a", "-"), ("#b58a00", "-"), ("#2a6fc9", "--"), ("#14835b", ":"))
 
@@ -72,7 +71,7 @@ class Fig2(Session):
     out: Path = Path("runs/fig2")
     """Folder for the figures, the tables, the page, and the runs' checkpoints."""
     group: tuple[Group, ...] = ()
-    """Train only runs of these groups."""
+    """Train only the runs in these groups of the plan."""
 
     @property
     def all_results(self) -> Path:
@@ -87,7 +86,7 @@ class Fig2(Session):
 
 @dataclass(frozen=True)
 class Study:
-    """A plan, the finished runs that verdicts may use, and the names of the other finished runs."""
+    """A plan, the finished runs that verdicts may use, and the names of the finished runs that they may not use."""
 
     plan: Plan
     finished: dict[str, Finished]
@@ -102,7 +101,11 @@ class Study:
 
 @dataclass(frozen=True)
 class Studies:
-    """The studies of the library's plans for Figure 2 or, for a plan of your own, only the study of that plan."""
+    """The studies of the library's plans for Figure 2.
+
+    ``main`` is the study of the default plan. For a plan of your own, ``main`` is the study of that plan, and there are
+    no others.
+    """
 
     main: Study
     paper_rates: Study | None = None
@@ -289,8 +292,9 @@ def sections(studies: Studies) -> list[Section]:
     parts.append(ran({name: one for study in studies.all for name, one in _named(study, studies).items()}))
     untrusted = [[name] for study in studies.all for name in study.untrusted]
     text = (
-        "These runs diverged within their first steps, and some of them are normalized, so faulty arithmetic on the"
-        " device is the likely cause. No verdict uses them. Delete their result files and train them again."
+        "These runs diverged within their first steps, and at least one of them has batch normalization, so faulty"
+        " arithmetic on the device is the likely cause. The verdicts ignore these runs. Delete their result files and"
+        " train them again."
     )
     parts.append(Section("Runs that do not count", text, [["run"], *untrusted]))
     parts.append(Section("Not run yet", "", [["run", ""], *(list(item) for item in studies.missing.items())]))
@@ -324,9 +328,9 @@ def pictures(finished: Mapping[str, Finished], out: Path) -> list[Path]:
 
 
 def _figure2(finished: Mapping[str, Finished], plt: Any) -> Any:
-    """Draw one panel with all steps, and one with the first steps.
+    """Draw the curves in two panels: all steps, and the first steps.
 
-    The second panel ends after a quarter of all steps or, if that is earlier, where the shortest run ends.
+    The second panel ends after a quarter of the longest run or, if that is earlier, at the end of the shortest run.
     """
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6))
     for axis in axes:
@@ -345,7 +349,7 @@ def _figure2(finished: Mapping[str, Finished], plt: Any) -> Any:
 
 
 def _curves(axis: Any, finished: Mapping[str, Finished]) -> None:
-    """Draw each network's mean over seeds, its seeds, and a dot where the mean reaches Inception's best accuracy."""
+    """Draw each network's mean curve and seeds' curves, and a dot where the mean reaches Inception's best accuracy."""
     target = best(network_of(finished, "inception").curve)
     if target is not None:
         axis.axhline(target[1], color="#8b8a84", lw=0.5, label=f"Inception's best, {target[1]:.1%}")
@@ -383,7 +387,6 @@ def _unnormalized(finished: Mapping[str, Finished], plt: Any) -> Any:
 
 
 def _line(axis: Any, network: Seeds, name: str, tint: str, style: Any) -> None:
-    """Draw the mean over seeds and, if there are several seeds, each seed as a thin line."""
     for curve in network.curves if len(network.runs) > 1 else ():
         axis.plot([step for step, _ in curve], [value for _, value in curve], color=tint, lw=0.5, alpha=0.5)
     steps, values = [step for step, _ in network.curve], [value for _, value in network.curve]

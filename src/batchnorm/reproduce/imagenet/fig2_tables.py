@@ -35,7 +35,7 @@ PAPER = {
     "bn-x5-sigmoid": ("", "", "69.8%"),
 }
 
-# The table of training steps has a column for each of these fractions of the baseline's best accuracy.
+# The table of steps has a column for each of these fractions of Inception's best accuracy.
 SHARES = (0.25, 0.5, 0.75, 0.9, 1.0)
 # The modifications of Section 4.2.1, in the paper's order; each key is the field of the recipe that changes.
 MODIFICATIONS = {
@@ -49,7 +49,7 @@ MODIFICATIONS = {
 }
 
 
-# The recipes in the sweeps of rates, with their labels.
+# The recipes whose learning rates are swept, with their labels in the tables.
 SWEPT = {"inception": "without BN", "bn-baseline": "with BN", "bn-x5": "with BN and all modifications"}
 
 
@@ -110,7 +110,7 @@ def show_name(name: str) -> str:
 
 
 def figure3(finished: Mapping[str, Finished]) -> Section:
-    """Tabulate the steps to the baseline's best accuracy and the maximum accuracies, next to the paper's numbers.
+    """Tabulate the steps to Inception's best accuracy and the maximum accuracies, next to the paper's numbers.
 
     Paper: Fig. 3
     """
@@ -119,10 +119,10 @@ def figure3(finished: Mapping[str, Finished]) -> Section:
     target = "the baseline's best" if top is None else f"{top[1]:.1%}"
     rows = [[
         "network", "seeds", f"steps to {target}", "paper, to 72.2%", "times fewer", "paper", "maximum accuracy",
-        "paper", "steps to it", "folded, at the end",
+        "paper", "steps to the maximum", "folded, at the end",
     ]]  # fmt: skip
     if tuned is not None and tuned[0] == "inception":
-        tuned = None  # its column would repeat "times fewer"
+        tuned = None  # leave out the column of the best unnormalized network, which would repeat "times fewer"
     for variant, paper in PAPER.items():
         network = network_of(finished, variant)
         if network:
@@ -180,9 +180,9 @@ def _figure3_text(inception: Seeds, tuned: tuple[str, Seeds] | None) -> str:
 
 
 def on_the_way(finished: Mapping[str, Finished]) -> Section:
-    """Tabulate the steps that each network takes to fractions of the baseline's best accuracy.
+    """Tabulate the steps that each network takes to reach fractions of Inception's best accuracy.
 
-    The table also shows how many times fewer steps this is than the baseline takes.
+    The table also shows how many times fewer steps this is than Inception takes.
     """
     inception = network_of(finished, "inception").curve
     top = best(inception)
@@ -245,7 +245,8 @@ def rates(finished: Mapping[str, Finished]) -> Section:
     for rate in sorted({rate for column in columns for rate in column}):
         rows.append([f"{rate:g}", *(show_accuracy(column[rate]) if rate in column else "-" for column in columns)])
     text = _rates_text(sweeps)
-    if not seeds_of(finished, "best", "bn-baseline"):  # otherwise `best_rates` compares the networks
+    # If networks were trained at their best rates, the table of `best_rates` compares them.
+    if not seeds_of(finished, "best", "bn-baseline"):
         text += _best_of_the_sweeps(sweeps)
     return Section("Learning rates (Section 3.3)", text, rows)
 
@@ -321,7 +322,7 @@ def _overfits_most(network: Seeds) -> bool:
 
 
 def _repeated(finished: Mapping[str, Finished]) -> float | None:
-    """Return the largest difference in final accuracy between runs of one recipe, or None if no recipe repeats."""
+    """Return the largest difference in final accuracy between runs of one recipe, or None if no recipe has two runs."""
     ends: dict[object, list[float]] = {}
     for one in finished.values():
         if one.run.group in ("rates", "dropout") and one.result["top1"] is not None:
@@ -334,7 +335,7 @@ def ablation(finished: Mapping[str, Finished]) -> Section:
     """Tabulate BN-x5 without each modification; a difference within the noise of BN-x5's seeds is not resolved."""
     seeds = unchanged_seeds_of(finished, "ablation", "bn-x5").final
     spread = noise(seeds)
-    rows = [["modification", "BN-x5 without it", "the modification gives", ""]]
+    rows = [["modification", "BN-x5 without it", "the modification gives", "verdict"]]
     for one in seeds_of(finished, "ablation", "bn-x5").runs:
         field = next((key for key in one.run.changed if key in MODIFICATIONS), None)
         if field is not None:

@@ -63,9 +63,11 @@ def fig4(options: Fig4) -> Path:
 def _known(options: Fig4, plan: Plan) -> list[str]:
     """Return the names of the members: the plan's members, or the runs that were given with --runs."""
     there = {path.stem: read_result(path, ()) for path in sorted(options.result_files.glob("*.json"))}
-    if not any("result" in content for content in there.values()):  # with --runs, the files have no "result"
+    if not any(
+        "result" in content for content in there.values()
+    ):  # the files of runs given with --runs have no "result"
         return list(there)
-    read_all(plan, options.result_files, options.out)  # rejects files of another plan
+    read_all(plan, options.result_files, options.out)  # raises ValueError if a file belongs to another plan
     return _members(plan)
 
 
@@ -86,18 +88,18 @@ def _check(options: Fig4) -> None:
         raise ValueError("--runs needs --data DIR, the images to evaluate the runs on")
     if options.runs and options.only:
         raise ValueError(
-            "--only and --runs cannot be combined: --only selects members of the plan, and --runs replaces them"
+            "--only and --runs cannot be combined: --only selects runs of the plan, and --runs replaces them"
         )
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ValueError(
-            "fig4 runs in one process: train each member with torchrun ... -m batchnorm train --recipe NAME, then pass"
-            " the folders of the runs to fig4 with --runs"
+            "fig4 runs in one process, but WORLD_SIZE is above 1: train each member with torchrun ... -m batchnorm"
+            " train --recipe NAME, then run fig4 without torchrun, and pass it the folders of the runs with --runs"
         )
 
 
 def _planned(options: Fig4, plan: Plan) -> Sequence[Training | TakenMember]:
     data, _ = options.open_data(plan)
-    plan.chosen((), options.only)  # rejects unknown names
+    plan.chosen((), options.only)  # raises ValueError if --only has an unknown name
     return [
         (TrainedMember if run.group == "members" else Training)(
             RunFiles(run, options.result_files, options.out), plan, options, data
@@ -112,7 +114,8 @@ def _taken(options: Fig4, plan: Plan) -> Sequence[Training | TakenMember]:
     jobs = []
     for known, saved in open_runs(options.runs, trust=options.trust).items():
         saved.check(source.classes)
-        name = known.strip("/").replace("/", "-")  # `known` is a path if two folders have the same name
+        # `known` is the name of the run's folder, or the folder's path if any two of the folders have the same name.
+        name = known.strip("/").replace("/", "-")
         files = MemberFiles(name, options.result_files)
         jobs.append(TakenMember(saved, files, options, data, plan.evaluate_batch, options.out / "runs" / name))
     return jobs

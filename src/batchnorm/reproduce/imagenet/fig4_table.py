@@ -1,4 +1,7 @@
-"""Figure 4 as a table: the paper's rows, our rows, and whether more crops and more networks lower the error."""
+"""Figure 4 as a table: the paper's rows, our rows, and whether more crops and more networks lower the error.
+
+A member is one of the networks whose probabilities the ensemble averages.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ class ErrorRow(NamedTuple):
     top5: float | None
 
 
-# The rows that the paper prints, measured on ImageNet's 50,000 validation images.
+# Figure 4 of the paper: errors on ImageNet's 50,000 validation images.
 PAPER = (
     ErrorRow("GoogLeNet ensemble", "224", "144", "7", None, 0.0667),
     ErrorRow("Deep Image low-res", "256", "-", "1", None, 0.0796),
@@ -36,7 +39,7 @@ PAPER = (
     ErrorRow("BN-Inception multicrop", "224", "144", "1", 0.2199, 0.0582),
     ErrorRow("BN-Inception ensemble", "224", "144", "6", 0.201, 0.049),
 )
-# Errors on the test images. The first two rows are in the paper's text. The paper mentions human raters without a
+# Errors on ImageNet's test images. The first two are in the paper's text. The paper mentions human raters without a
 # number; the number here is from Russakovsky et al. (2014).
 CONTEXT = (
     ErrorRow("BN-Inception ensemble, test set", "224", "144", "6", None, 0.0482),
@@ -45,7 +48,6 @@ CONTEXT = (
 )
 
 
-# The number of guesses that each error allows.
 TOP = {"top-1": 1, "top-5": 5}
 
 
@@ -79,7 +81,7 @@ class Gain(NamedTuple):
 
 
 class Figure4(NamedTuple):
-    """Figure 4's results, from all members."""
+    """Figure 4's results, computed from all members of the ensemble."""
 
     rows: tuple[ErrorRow, ...]
     steps: tuple[Gain, ...]

@@ -18,7 +18,7 @@ from ...train import RECIPES, Recipe
 
 Group = Literal["rates", "figures", "best", "dropout", "ablation"]
 GROUPS = {"fig2": get_args(Group), "fig4": ("rates", "members")}  # the groups that a figure's plan may have
-LIBRARY = ("fig2", "paper-rates", "dropout", "fig4", "fig4-paper-rates")  # plans that --plan accepts by name
+LIBRARY = ("fig2", "paper-rates", "dropout", "fig4", "fig4-paper-rates")  # the plans that --plan accepts by name
 OWN = ("name", "recipe", "evaluate_every", "horizon", "end_rate", "times", "best_of")
 SHARED = OWN[2:5]
 EVERYWHERE = ("log_every", "checkpoint_every", "evaluate_batch")
@@ -57,12 +57,12 @@ class Plan:
         return unrun | {name: f"waits for {what}" for name, what in self.waiting.items()}
 
     def chosen(self, groups: Sequence[str], names: Sequence[str]) -> list[PlannedRun]:
-        """Return the runs that are in these groups and have these names; an empty sequence allows all of them."""
+        """Return the runs in these groups that have these names; an empty sequence allows all groups, or all names."""
         known = [*(run.name for run in self.runs), *self.waiting]
         unknown = [name for name in names if name not in known]
         if unknown:
             near = get_close_matches(unknown[0], known, 3)
-            listed = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(known)}"
+            listed = f"did you mean {' or '.join(near)}?" if near else f"its runs are {', '.join(known)}"
             raise ValueError(f"the plan has no run named {', '.join(unknown)}; {listed}")
         early = [name for name in names if name in self.waiting]
         if early:
@@ -105,7 +105,7 @@ def read_plan(figure: Literal["fig2", "fig4"], path: Path | None = None, results
         groups = _known(content["group"], GROUPS[figure])
         names = [run["name"] for group in groups for run in group["runs"]]
         if len(set(names)) < len(names):
-            raise ValueError(f"two runs are called {next(n for n in names if names.count(n) > 1)}")
+            raise ValueError(f"two runs are called {next(n for n in names if names.count(n) > 1)}: rename one of them")
         for run in (run for group in groups for run in group["runs"]):
             if run["recipe"] not in RECIPES:
                 raise ValueError(f"{run['name']}: unknown recipe {run['recipe']!r}; choose from {', '.join(RECIPES)}")
@@ -116,22 +116,24 @@ def read_plan(figure: Literal["fig2", "fig4"], path: Path | None = None, results
                 rate, sweep = _rate(group, run, best)
                 if rate is None and sweep is not None:
                     waiting[run["name"]] = f"the sweep of {sweep}"
-                    rate = RECIPES[run["recipe"]].rate  # a placeholder, so that the other fields are checked now
+                    # Use the recipe's rate until the sweep is finished, so that `_planned` can check the other fields.
+                    rate = RECIPES[run["recipe"]].rate
                 planned = _planned(group["name"], {**training, **group, **run}, run, everywhere, rate)
                 if planned.name not in waiting:
                     runs.append(planned)
         known = {recipe: rate for recipe, rate in best.items() if rate is not None}
         return Plan(tuple(runs), waiting, known, *(training[key] for key in EVERYWHERE))
     except KeyError as error:
-        raise ValueError(f"{where}: {error} is missing") from error
+        raise ValueError(f"{where}: the key {error} is missing") from error
     except (ValueError, TypeError) as error:
         raise ValueError(f"{where}: {error}") from error
 
 
 def _best_rates(sweep: Sequence[dict[str, Any]], results: Path | None) -> dict[str, float | None]:
-    """Return the best rate of each recipe in the sweep, or None if some runs of the recipe are not finished.
+    """Return the best rate of each recipe in the sweep.
 
-    Of rates with the same accuracy, the lowest is chosen. A run that diverged counts as accuracy 0.
+    The best rate of a recipe is None if some of the recipe's runs are not finished. Of rates with the same accuracy,
+    the lowest is chosen. A run that diverged counts as accuracy 0.
     """
     accuracies: dict[str, dict[float, list[float | None]]] = {}
     for run in sweep:
@@ -157,8 +159,8 @@ def _accuracy(file: Path) -> float:
 def _rate(group: dict[str, Any], run: dict[str, Any], best: dict[str, float | None]) -> tuple[float | None, str | None]:
     """Return a run's rate, and the recipe whose sweep sets the rate.
 
-    The rate is None if the sweep is not finished, or if the run keeps its recipe's rate. The recipe is None if no sweep
-    sets the rate.
+    The rate is None if that sweep is not finished, or if the run keeps its recipe's rate. The recipe is None if no
+    sweep sets the run's rate.
     """
     sweep = group.get("base")
     if run.get("rate") == "best":
@@ -171,7 +173,7 @@ def _rate(group: dict[str, Any], run: dict[str, Any], best: dict[str, float | No
         return run.get("rate"), None
     if sweep not in best:
         raise ValueError(
-            f"{run['name']}: its rate comes from a sweep of {sweep}, but the group 'rates' has no runs of {sweep}"
+            f"{run['name']}: the rate comes from a sweep of {sweep}, but the group 'rates' has no runs of {sweep}"
         )
     found = best[sweep]
     if found is None:
@@ -190,9 +192,9 @@ def _known(found: Sequence[dict[str, Any]], groups: Sequence[str]) -> Sequence[d
 
 
 def _check_table(where: str, table: Any, known: Sequence[str]) -> None:
-    """Reject unknown keys, and counts that are not positive integers."""
+    """Raise ValueError if ``table`` is not a dict, has unknown keys, or has counts that are not positive integers."""
     if not isinstance(table, dict):
-        raise ValueError(f"{where} is {table!r}, not a table")
+        raise ValueError(f"{where} must be a TOML table, but is {table!r}")
     for key, value in table.items():
         if key not in known:
             raise ValueError(

@@ -41,7 +41,7 @@ class Point(NamedTuple):
     val_top5: float
     train_loss: float | None
     train_top1: float | None
-    val_loss: float | None = None  # not in older files
+    val_loss: float | None = None  # missing in older result files
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,11 @@ def _seconds(records: Sequence[dict[str, Any]]) -> float:
 
 
 def _pace(records: Sequence[dict[str, Any]]) -> float | None:
-    """Return the median speed between consecutive training records in steps per second, or None if there are none."""
+    """Return the median speed, in steps per second, between consecutive training records.
+
+    A pair of records counts only if no validation comes between them and the clock does not restart between them. The
+    result is None if no pair counts.
+    """
     paces = [
         (b["step"] - a["step"]) / (b["seconds"] - a["seconds"])
         for a, b in pairwise(records)

@@ -115,7 +115,8 @@ class Session:
 
         Raises:
             OSError: if a folder is not writable.
-            ValueError: if each job's share of the GPU is untested, or if convolutions are wrong at this share.
+            ValueError: if the environment sets an untested share of the GPU, or if convolutions are wrong at the share
+                that each job gets.
             JobsFailedError: if a job failed; the results of the other jobs are kept.
             KeyboardInterrupt: if the jobs were stopped.
         """
@@ -131,7 +132,7 @@ class Session:
             raise failure
         if not complete:
             raise KeyboardInterrupt
-        if self.data is not None:  # a session without --data must not remove images that another session is using
+        if self.data is not None:  # without --data, keep the decoded images, because another session may use them
             discard_decoded(self.out / "decoded")
         return published
 
@@ -144,7 +145,6 @@ class Session:
             return run_side_by_side(waiting, jobs=self.jobs, minutes=self.minutes)
 
     def _decode(self, sizes: Iterable[int]) -> None:
-        """Decode the images that several runs need, once and with all cores."""
         if self.decoded is None:
             return
         for size in sizes:

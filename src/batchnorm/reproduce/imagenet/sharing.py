@@ -19,13 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...processes import workers
 from ...train import Recipe
 
-# NVIDIA's Multi-Process Service. Without it, processes take turns on the GPU, and training several networks at the same
-# time saves little time.
+# The command that controls NVIDIA's Multi-Process Service (MPS). Without MPS, processes take turns on the GPU, and
+# training several networks at the same time saves little time.
 CONTROL = "nvidia-cuda-mps-control"
 SHARE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 FOLDERS = ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY")
 # The shares, in percent of the multiprocessors, at which cuDNN's bfloat16 convolutions were correct in tests. At 33
-# percent of an H200 (42 multiprocessors), they return NaN.
+# percent of an H200 (42 multiprocessors), these convolutions returned NaN.
 SHARES = (25, 50, 100)
 # The largest relative error that a bfloat16 convolution may have. Rounding alone gives less than 0.01.
 TOLERANCE = 0.05
@@ -35,7 +35,7 @@ CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_b
 def share_of(processes: int) -> int:
     """Return the percentage of the multiprocessors that each process gets, one of SHARES.
 
-    Each process gets at least twice an equal share, or all multiprocessors, since a process does not keep its
+    Each process gets at least twice an equal share, up to all multiprocessors, because a process does not keep its
     multiprocessors busy all the time.
 
     >>> [share_of(processes) for processes in (2, 4, 6, 8, 12)]
@@ -46,10 +46,10 @@ def share_of(processes: int) -> int:
 
 @contextmanager
 def shared_gpu(processes: int) -> Iterator[bool]:
-    """Set the child processes' environment so that they share a GPU; yield whether the sharing service runs.
+    """Set the child processes' environment so that they share a GPU; yield whether NVIDIA's MPS is used.
 
-    If there are fewer than two processes, nothing is set. If CUDA_MPS_PIPE_DIRECTORY is set, the service is assumed to
-    run already, and is not started or stopped.
+    If there are fewer than two processes, nothing is set. If CUDA_MPS_PIPE_DIRECTORY is set, MPS is assumed to run
+    already, and is not started or stopped.
 
     Raises:
         ValueError: if the environment already sets a share that is not one of SHARES.
@@ -58,15 +58,15 @@ def shared_gpu(processes: int) -> Iterator[bool]:
         yield False
         return
     before = dict(os.environ)
-    # If every process can use all multiprocessors, the large kernels of one process delay the small kernels of other
-    # processes.
+    # Limit each process to a share of the multiprocessors. Otherwise, the large kernels of one process would delay the
+    # small kernels of other processes.
     share = os.environ.setdefault(SHARE, str(share_of(processes)))
     if share not in map(str, SHARES):
         raise ValueError(
-            f"{SHARE}={share} is untested, and convolutions could be wrong: set it to"
+            f"{SHARE}={share} is not a share at which convolutions are known to be correct: set it to"
             f" {', '.join(map(str, SHARES[:-1]))} or {SHARES[-1]}, or unset it"
         )
-    # Turn off kernels whose programs wait for each other: they could deadlock if other processes occupy the GPU.
+    # Turn off kernels whose thread blocks wait for each other: they could deadlock if other processes occupy the GPU.
     os.environ.setdefault("BATCHNORM_LAUNCHES_AT_ONCE", "0")
     folder = None
     try:
@@ -76,7 +76,7 @@ def shared_gpu(processes: int) -> Iterator[bool]:
                 os.environ[name] = str(folder / name.lower())
                 Path(os.environ[name]).mkdir()
             started = subprocess.run([CONTROL, "-d"], stdin=subprocess.DEVNULL, capture_output=True).returncode == 0
-            if not started:  # the service is not permitted, or does not support this GPU
+            if not started:
                 for name in FOLDERS:
                     del os.environ[name]
         yield FOLDERS[0] in os.environ
@@ -100,7 +100,7 @@ def checked_gpu(
     """
     with shared_gpu(processes) as shared:
         if processes > 1 and not shared:
-            print(f"{CONTROL} is not available: the runs take turns on the GPU, so --jobs saves little time")
+            print(f"{CONTROL} could not be started: the runs take turns on the GPU, so --jobs saves little time")
         if processes > 1 and precision != "fp32":
             check_share(recipes, evaluate_batch, "cuda")
         yield
@@ -126,7 +126,10 @@ def check_share(recipes: Iterable[Recipe], evaluate_batch: int, device: str) -> 
 
 
 def wrong_convolution(recipe: Recipe, evaluate_batch: int, device: str) -> str | None:
-    """Describe the first convolution that is wrong in bfloat16, in training or validation, or return None."""
+    """Return a description of the first convolution that is wrong in bfloat16, or None if all are correct.
+
+    The convolutions of training and of validation are checked.
+    """
     net = recipe.network(10).to(device, memory_format=torch.channels_last)  # type: ignore[call-overload]
     for batch, training in ((recipe.batch_size, True), (evaluate_batch, False)):
         images = torch.randn(batch, 3, recipe.size, recipe.size, device=device).to(memory_format=torch.channels_last)

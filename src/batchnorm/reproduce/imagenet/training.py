@@ -1,4 +1,4 @@
-"""The jobs of a session: train a run or resume it, and evaluate it if it is a member of Figure 4's ensemble."""
+"""The jobs of a session: train a run, or resume it, and evaluate the members of Figure 4's ensemble."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Training:
     files: RunFiles
     plan: Plan
     session: Session
-    data: dict[str, Any]  # from describe_data
+    data: dict[str, Any]  # what `describe_data` returns
 
     @property
     def name(self) -> str:
@@ -72,7 +72,7 @@ class Training:
 
 
 class TrainedMember(Training):
-    """Train a member of the plan, or resume it, then evaluate it."""
+    """Train a member of the plan's ensemble, or resume it, then evaluate it."""
 
     @property
     def member(self) -> MemberFiles:
@@ -100,9 +100,9 @@ class TakenMember:
     saved: SavedRun
     member: MemberFiles
     session: Session
-    data: dict[str, Any]  # from describe_data
+    data: dict[str, Any]  # what `describe_data` returns
     batch_size: int  # crops per forward pass
-    folder: Path  # for the log
+    folder: Path  # folder of the job's log file
     steps: int = 0
 
     @property

@@ -72,7 +72,7 @@ Table = dict[tuple[bool, float], list[list[float]]]
 
 
 def _trained(options: Comparison, pairs: Iterable[tuple[bool, float]], marks: Sequence[int], hold_out: bool) -> Table:
-    """Train each pair (whether with BN, rate) with every seed; return each run's accuracies at ``marks``, by pair."""
+    """Train one network per seed and pair (has BN, rate); return each network's accuracies at ``marks``, by pair."""
     jobs = [
         (Setting(kind, marks[-1], rate, options.std, seed=seed), marks)
         for kind, rate in pairs
@@ -122,8 +122,7 @@ def draw(result: dict[str, Any], plt: Any) -> Any:
             lowest = min([lowest, *(m - s for m, s in zip(row["mean"], bars, strict=True))])
             style = {"color": colour(row["network"]), "label": f"{row['network']}, rate {row['rate']:g}"}
             axis.errorbar(row["steps"], row["mean"], bars, fmt="o-", ms=3, capsize=2, **style)
-        # Start the y axis just below the lowest value, so that close curves can be distinguished.
         axis.set(xscale="log", xlabel="training steps", title=f"{key}: test accuracy", ylim=(lowest // 0.05 * 0.05, 1))
     for axis in axes:
-        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.3))  # below the panel, where it hides no curve
+        axis.legend(loc="upper center", bbox_to_anchor=(0.5, -0.3))
     return figure

@@ -136,7 +136,7 @@ def layer_jacobian(x_hat: Tensor, below: HiddenLayer, above: HiddenLayer) -> Ten
     """Return J = diag(1/sd') W' diag(dg(gamma x_hat + beta) gamma) for each example, of shape (examples, K', K).
 
     J is the derivative of z_hat = (W' g(gamma x_hat + beta) + b' - mu') / sd' with respect to x_hat. Primes mark the
-    layer above. dg is the derivative of the sigmoid g, and K and K' are the layers' numbers of units.
+    layer above, dg is the derivative of the sigmoid g, and K and K' are the layers' numbers of units.
 
     Paper: Sec. 3.3, z_hat = F(x_hat)
     """

@@ -67,7 +67,7 @@ class NetworkRun:
         """Create the folder, and return the step to resume from: 0 if there is no checkpoint.
 
         Raises:
-            ValueError: if the folder holds a run with another setting, or a checkpoint that cannot be used.
+            ValueError: if the folder holds a run with another setting or with more steps, or an unreadable checkpoint.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         self._config_there()
@@ -160,9 +160,9 @@ def _load(folder: Path, net: nn.Module) -> tuple[int, float, int]:
         state = torch.load(path, weights_only=True)
         net.load_state_dict(state["net"])
         return int(state["step"]), float(state["seconds"]), int(state["metrics_size"])
-    except Exception as error:  # torch.load raises many kinds of errors
+    except Exception as error:  # torch.load can raise many kinds of exceptions
         why = str(error).partition("\n")[0]
-        raise ValueError(f"{path} cannot be read ({why}): remove it to start over") from error
+        raise ValueError(f"{path} cannot be read ({why}): remove this file to start over") from error
 
 
 def _config(setting: Setting) -> dict[str, Any]:
@@ -174,7 +174,8 @@ class _Watch:
 
     def __init__(self, setting: Setting, net: nn.Sequential, data: MNIST, metrics: Metrics, show: Show) -> None:
         self.setting, self.net, self.data, self.metrics, self.show = setting, net, data, metrics, show
-        # Do not use the monitor in a `with` block, where it would record training passes: this class chooses the steps.
+        # Do not use the monitor in a `with` block, because it would then record training passes by itself. `measure`
+        # calls the monitor at the chosen steps.
         self.monitor = Monitor(net, percentiles=PERCENTILES, probe=data.test.images[:PROBE])
         steps = setting.steps
         self.accuracy_at = {0, *accuracy_steps(steps)}
@@ -186,7 +187,6 @@ class _Watch:
         self.accuracy = float("nan")
 
     def measure(self, step: int, loss: float) -> None:
-        """Measure what is due at this step."""
         if step in self.accuracy_at:
             self.accuracy = accuracy(self.net, self.data.test)
             self.metrics.write({"step": step, "accuracy": self.accuracy})
@@ -197,7 +197,7 @@ class _Watch:
         if step in self.record_at:
             self.metrics.write(as_json(self.monitor.record(step)))
         if step in self.gradients_at:
-            # Use the examples of the next step.
+            # Use the batch of the next step.
             rows = order(self.setting, len(self.data.train.images), step, step + 1)[0]
             batch = (self.data.train.images[rows], self.data.train.labels[rows])
             change = self.monitor.record_gradient_change(step, _loss, batch, self.setting.rate)
@@ -235,7 +235,7 @@ def finish(net: nn.Sequential, setting: Setting, data: MNIST) -> dict[str, Any]:
     """
     accuracies = {"running": accuracy(net, data.test)}
     if setting.batch_norm:
-        # Use the mini-batches of one epoch, of the same size as in training.
+        # Estimate population statistics from one epoch of mini-batches of the same size as in training.
         rows = order(setting, len(data.train.images), 0, len(data.train.images) // setting.batch_size)
         estimate_(net, (data.train.images[row] for row in rows.unbind()))
         accuracies["population"] = accuracy(net, data.test)

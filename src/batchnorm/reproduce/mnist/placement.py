@@ -1,4 +1,4 @@
-"""Sections 3.2 and 5: should BN normalize Wu, the nonlinearity's input, or the nonlinearity's output?"""
+"""Sections 3.2 and 5: should BN normalize the nonlinearity's input (Wu) or the nonlinearity's output?"""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _verdicts(rows: list[dict[str, Any]]) -> dict[str, bool]:
 
 
 def build(where: Where, nonlinearity: str, std: float, seed: int) -> nn.Sequential:
-    """Build Section 4.1's network with z = g(BN(Wu)) or z = BN(g(Wu + b))."""
+    """Build Section 4.1's network with z = g(BN(Wu)) if ``where`` is "before", else with z = BN(g(Wu + b))."""
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     for name, layer in perceptron(batch_norm=where == "before", std=std, seed=seed).named_children():
         if isinstance(layer, nn.Sigmoid):

@@ -71,7 +71,7 @@ def identity_gaps(u: Tensor, weight: Tensor, gamma: Tensor, beta: Tensor, eps: f
     values = [_forward_and_gradients(u, factor * weight, gamma, beta, eps) for factor in (1.0, a)]
     (one, du, dw), (other, du_a, dw_a) = values
     bound = (one.y - beta).abs() * eps * abs(1 - a**-2) / (one.var + eps / a**2)
-    # Allow for float64 rounding: the bound is 0 for units that are constant on the batch.
+    # Allow for rounding in float64, because the bound is 0 for units that are constant on the batch.
     ratio = (other.y - one.y).abs() / (bound + 1e-12 * one.y.abs().clamp(min=1))
     return {
         "output": ratio.max().item(),
@@ -92,7 +92,7 @@ def _forward_and_gradients(
 
 
 def largest(identities: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return the largest value of each gap."""
+    """Return, over all rows, the largest value of each number that :func:`identity_gaps` returns."""
     return {key: max(row[key] for row in identities) for key in ("output", "output gap", "du", "dW")}
 
 

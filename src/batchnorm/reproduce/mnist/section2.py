@@ -78,8 +78,9 @@ def section2(options: Section2) -> dict[str, Any]:
 def train_bias(data: Digits, steps: int, rate: float, seed: int, *, through: bool) -> dict[str, list[float]]:
     """Train only the bias b of x_hat = u + b - E[u + b], and return the norm of b and the loss before each step.
 
-    u is the output of a fixed first layer on all the data. x_hat goes through sigmoids and a fixed output layer, and
-    the loss is the cross-entropy. If ``through`` is True, the gradient includes the dependence of E[u + b] on b.
+    Here, u is the output of a fixed first layer on all the data. Sigmoids and a fixed output layer are applied to
+    x_hat, and the loss is the cross-entropy. If ``through`` is True, the gradient includes the dependence of E[u + b]
+    on b.
     """
     net = perceptron(batch_norm=False, widths=(100,), std=0.1, seed=seed).double()
     u = net.linear1(data.images.double()).detach()  # type: ignore[operator]
@@ -140,7 +141,7 @@ def _whole(job: tuple[str, Setting, Sequence[int]]) -> dict[str, Any]:
     for step, loss in train_(net, data.train, setting, marks):
         b = torch.cat([m.bias for m in hidden]).norm().item()
         w = torch.cat([m.weight.flatten() for m in hidden]).norm().item()
-        with torch.no_grad():  # every variant uses the test set's own statistics
+        with torch.no_grad():  # the network is in training mode, so all variants use the statistics of the test set
             correct = net(data.test.images).argmax(1) == data.test.labels
         accuracy = correct.double().mean().item()
         rows.append({"step": step, "loss": loss, "norm of b": b, "norm of W": w, "accuracy": accuracy})

@@ -107,7 +107,7 @@ def evenly(steps: int, count: int) -> list[int]:
 def accuracy(net: nn.Module, digits: Digits) -> float:
     """Return the fraction of correct predictions in evaluation mode, and restore the network's mode."""
     with evaluating(net):
-        # Evaluate small parts, so that their activations fit in the CPU's cache.
+        # Evaluate 2,000 digits at a time, so that the activations fit in the CPU's cache.
         predictions = torch.cat([net(part).argmax(1) for part in digits.images.split(2000)])
     return float((predictions == digits.labels).double().mean())
 

@@ -1,1 +1,1 @@
-"""Triton kernels."""
+"""Triton kernels for the network of the paper's appendix."""

@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def pixels_of(count, C, H, W, P: tl.constexpr, V: tl.constexpr):
-    """Return the image, row, column and index of the program's pixels [P], a mask of valid pixels, and channels [V]."""
+    """Return the images, rows, columns and indices [P] of the program's pixels, which ones exist, and channels [V]."""
     slices = (C + V - 1) // V
     program = tl.program_id(0)
     block = program // slices
@@ -31,13 +31,13 @@ def offsets(image, row, column, H, W, stride, channel):
 
 @triton.jit
 def inside(row, column, exists, H, W):
-    """Return a mask of the valid pixels that are inside the image."""
+    """Return a mask of the existing pixels whose row and column are inside the image."""
     return exists & (row >= 0) & (row < H) & (column >= 0) & (column < W)
 
 
 @triton.jit
 def share(row, column, H, W):
-    """Return the reciprocal of the number of image pixels in the window around each pixel."""
+    """Return the reciprocal of the number of pixels inside the image in the 3x3 window around each pixel."""
     rows = tl.minimum(row + 1, H - 1) - tl.maximum(row - 1, 0) + 1
     columns = tl.minimum(column + 1, W - 1) - tl.maximum(column - 1, 0) + 1
     return 1.0 / (rows * columns).to(tl.float32)

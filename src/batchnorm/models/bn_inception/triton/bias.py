@@ -30,13 +30,14 @@ def forward(
     x, bias, y, count, C, x_stride,
     SIGMOID: tl.constexpr, P: tl.constexpr, V: tl.constexpr, A: tl.constexpr,
 ):  # fmt: skip
-    """Write g(x + b), one tile per program."""
+    """Write one tile of g(x + b), where g is ReLU or, if SIGMOID, the sigmoid."""
     C = C * A
     block, channel = place(C, V)
     pixel, here = tile_of(block * P, count, C, channel, P)
     value = tl.load(x + pixel * (x_stride * A) + channel[None, :], mask=here).to(tl.float32)
     value += tl.load(bias + channel, mask=channel < C).to(tl.float32)[None, :]
-    result = 1 / (1 + tl.exp(-value)) if SIGMOID else tl.where(value < 0, 0.0, value)  # NaN stays NaN
+    # In ReLU, tl.where keeps NaN.
+    result = 1 / (1 + tl.exp(-value)) if SIGMOID else tl.where(value < 0, 0.0, value)
     tl.store(y + pixel * C + channel[None, :], result.to(y.dtype.element_ty), mask=here)
 
 

@@ -1,9 +1,10 @@
 """Max pooling of 3x3 windows, padded by 1, in channels-last tensors, optionally after normalization and ReLU.
 
-The columns of windows in all images are numbered consecutively. A unit consists of P columns and up to ``share`` rows
-of windows. A program processes V channels of a unit (in :func:`max_sums`, of several units) row by row, and keeps the
-values that the next row of windows also needs. C, the number of channels, and the strides between pixels are given in
-units of A elements, so that the compiler knows the alignment of accesses.
+The columns of windows in all images are numbered consecutively. A unit is a set of windows: P columns and up to
+``share`` rows. A slice is a set of V consecutive channels. A program processes one slice of a unit (in
+:func:`max_sums`, of several units) row by row, and keeps the values that the next row of windows also needs. C, the
+number of channels, and the strides between pixels are given in units of A elements, so that the compiler knows the
+alignment of accesses.
 
 The position of a maximum in its window is encoded as UP, DOWN or 0, plus LEFT, RIGHT or 0; the middle of the window is
 0. The positions of two neighbouring channels share a byte, with the first channel in the lower four bits.
@@ -21,7 +22,7 @@ LEFT = tl.constexpr(1)
 RIGHT = tl.constexpr(2)
 UP = tl.constexpr(4)
 DOWN = tl.constexpr(8)
-NOWHERE = tl.constexpr(15)  # the position if ReLU's derivative is 0: no pixel gets the window's gradient
+NOWHERE = tl.constexpr(15)  # no pixel gets the window's gradient, because ReLU's derivative at the maximum is 0
 
 
 @triton.jit
@@ -31,8 +32,9 @@ def slice_of(program, C, A: tl.constexpr, V: tl.constexpr):
     A byte stores the positions of two channels' maxima.
 
     Returns:
-        The program's index within its slice; the slice's index; the indices of its channels [V] and bytes [V / 2];
-        masks of the channels and of the bytes that exist; the number of slices; the number of bytes per pixel.
+        The program's index among the programs of its slice; the slice's index; the indices of its channels [V] and
+        bytes [V / 2]; masks of the channels and of the bytes that exist; the number of slices; the number of bytes per
+        pixel.
     """
     pixel_bytes = C * (A // 2) if A > 1 else (C + 1) // 2
     C = C * A
@@ -46,9 +48,10 @@ def slice_of(program, C, A: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def columns_of(unit, columns, rows, share, width, P: tl.constexpr):
-    """Return the images and columns [P] of a unit, a mask of the columns that exist, and the unit's first and end row.
+    """Return the images and columns [P] of a unit, a mask of the columns that exist, and the unit's range of rows.
 
-    The end row is not part of the unit. Columns that do not exist are replaced by the last column.
+    The range is returned as two numbers: its first row and the row after its last one. Columns that do not exist are
+    replaced by the last column.
     """
     chunks = (rows + share - 1) // share
     block = unit // chunks
@@ -71,7 +74,7 @@ def pointers(x, image, column, lane, height, width, step):
 def pixels_of(x, image, column, channel, half, height, width, stride, A: tl.constexpr):
     """Return the addresses of pixels in the first row of their images, and the strides of pixels and of rows.
 
-    If A > 1, pairs of bfloat16 values are read as one integer, because converting them then takes fewer instructions.
+    If A > 1, a pair of bfloat16 values is read as one integer, which takes fewer instructions to convert to float32.
     """
     if x.dtype.element_ty == tl.bfloat16 and A > 1:
         step = stride * (A // 2)
@@ -96,7 +99,8 @@ def load_raw(p, here, half_here):
 def as_floats(raw, flip, P: tl.constexpr, V: tl.constexpr):
     """Convert pixels to float32 [P, V]; if ``flip`` is given, it selects channels to negate.
 
-    For pixels of type int32, ``flip`` has the sign bits to invert; for others, it has factors of 1 or -1.
+    If ``raw`` is int32 (pairs of bfloat16 values), ``flip`` holds the sign bits to invert. For other types, ``flip``
+    holds factors of 1 or -1.
     """
     if raw.dtype == tl.int32:
         if flip is not None:
@@ -169,7 +173,7 @@ def load_places(p, half_here, P: tl.constexpr, V: tl.constexpr):
 
 
 _SIZES = ["columns", "C", "H", "W", "out_H", "out_W", "share"]
-# These small tensors may be views of one flat buffer, with any alignment; do not recompile for each alignment.
+# These arguments may be views of one flat buffer, with any alignment. Do not compile a kernel for each alignment.
 _SMALL = ["dgamma", "dbeta", "words"]
 
 
@@ -181,8 +185,9 @@ def max_forward(
     """Write each window's maximum and the position of the first pixel that has this value.
 
     If a window contains NaN, the position is arbitrary, but inside the image. If ``stats`` is given, normalize and
-    apply ReLU before pooling. Both are monotone, so only the maximum has to be normalized, or the minimum if the scale
-    is negative. If ReLU's derivative at the maximum is 0, the position is NOWHERE.
+    apply ReLU before pooling. Normalization and ReLU are monotone, so the kernel applies them only to each window's
+    maximum or, if the scale is negative, to its minimum. If ReLU's derivative at that value is 0, the position is
+    NOWHERE.
     """
     unit, _, channel, half, here, half_here, _, pixel_bytes = slice_of(tl.program_id(0), C, A, V)
     C = C * A
@@ -201,7 +206,7 @@ def max_forward(
             even, odd = tl.split(tl.reshape(tl.where(scale < 0, 1, 0), [1, V // 2, 2]))
             flip = (even << 15) | (odd << 31)
 
-    # A row above or below the image is replaced by the nearest row inside.
+    # A row above or below the image is replaced by the nearest row inside, which does not change the maximum.
     top, at_top = greatest_in_row(tl.maximum(first * STRIDE - 1, 0), image_row, here, half_here, flip, P, V)
     if STRIDE == 1:
         mid, at_mid = greatest_in_row(first, image_row, here, half_here, flip, P, V)
@@ -236,7 +241,7 @@ def max_sums(
     """Write the gradients of gamma and beta for normalization, ReLU and max pooling at stride 2.
 
     A window's gradient goes to at most one pixel, so the sums run over windows. Each program adds up at most ``each``
-    units; the last program of a slice to finish adds up the sums of all the slice's programs in a fixed order.
+    units. The last program of a slice to finish adds up the sums of the slice's programs, in a fixed order.
     """
     part, piece, channel, half, here, half_here, slices, pixel_bytes = slice_of(tl.program_id(0), C, A, V)
     base = tl.load(stats + 3 * C * A + channel, mask=channel < C * A, other=0.0)[None, :]
@@ -271,7 +276,7 @@ def max_sums(
 
 @triton.jit
 def load_window(d, p, here, half_here, P: tl.constexpr, V: tl.constexpr):
-    """Return gradients [P, V] and positions of maxima, which are 0 and NOWHERE for windows that do not exist."""
+    """Return windows' gradients [P, V] and positions of maxima: 0 and NOWHERE for windows that do not exist."""
     return load_pixels(d, here, half_here, None, P, V), load_places(p, half_here, P, V)
 
 
@@ -285,8 +290,8 @@ def selected(d, place, wanted: tl.constexpr):
 def store_pixel(dx, raw, dz, here, base, scale, k2, k0, P: tl.constexpr, V: tl.constexpr):
     """Write the gradients of pixels.
 
-    If ``raw`` is None, the gradient is dz. If only ``scale`` is None, the gradient is dz plus the values of ``raw``.
-    Otherwise, use the formula of :func:`max_backward_2`; k2 and k0 include its minus sign.
+    If ``raw`` is None, the gradient is dz. If only ``scale`` is None, the gradient is dz + v, where v are the values of
+    ``raw``. If neither is None, the gradient is scale dz + k2 (v - base) + k0.
     """
     if raw is not None:
         v = as_floats(raw, None, P, V)
@@ -304,10 +309,10 @@ def max_backward_2(
 ):  # fmt: skip
     """Write the gradient of max pooling's input at stride 2, plus ``other`` if it is given.
 
-    If ``stats`` is given, ``other`` is x, the input of the normalization. The kernel then writes the gradient of x,
-    dx = scale dz - (k2 (x - base) + k0), as ops/cuda/triton/backward.py does.
+    If ``stats`` is given, ``other`` is x, the input of the normalization, and the kernel writes the gradient of x,
+    dx = scale dz + k2 (x - base) + k0, where dz is the gradient of ReLU's input.
     """
-    # Process the units in reverse order: the values that max_sums read last may still be in the cache.
+    # Process the units in reverse order, because the values that max_sums read last may still be in the cache.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     unit, _, channel, half, here, half_here, _, pixel_bytes = slice_of(program, C, A, V)
     base, scale, k2, k0 = None, None, None, None
@@ -329,8 +334,8 @@ def max_backward_2(
     if other is not None:
         read, step, read_pitch = pixels_of(other, image, 2 * column, channel, half, H, W, C, A)
 
-    # Four windows overlap a block of 2x2 pixels: a, whose middle is the block's first pixel; b, to the right of a;
-    # c, below a; and d, below b.
+    # Four windows overlap each block of 2x2 pixels: `a`, whose middle is the block's top left pixel; `b`, to the right
+    # of `a`; `c`, below `a`; and `d`, below `b`.
     beside = exists & (column + 1 < out_W)[:, None]
     within = exists & (2 * column + 1 < W)[:, None]
     p = gradients + first * dy_pitch
@@ -349,7 +354,7 @@ def max_backward_2(
         corner = within & (2 * r + 1 < H)
         v1, v2, v3, v4 = None, None, None, None
         if other is not None:
-            # Load before anything is written: the compiler does not move loads before stores.
+            # Load these pixels before the first store, because the compiler does not move loads ahead of stores.
             v = read + (2 * r) * read_pitch
             v1 = load_raw(v, here & exists, half_here & exists)
             v2 = load_raw(v + step, here & within, half_here & within)
@@ -374,7 +379,7 @@ def window_gradient(
     BELOW: tl.constexpr, BESIDE: tl.constexpr, P: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
     """Return the gradients that pixels get from windows BELOW rows further down and BESIDE columns further right."""
-    # The pixel's position is UP in a window below it (BELOW is 1), and DOWN in a window above it (BELOW is -1).
+    # A pixel's position is UP in the window below it (BELOW is 1), and DOWN in the window above it (BELOW is -1).
     PLACE: tl.constexpr = (0 if BELOW == 0 else UP if BELOW == 1 else DOWN) + (
         0 if BESIDE == 0 else LEFT if BESIDE == 1 else RIGHT
     )

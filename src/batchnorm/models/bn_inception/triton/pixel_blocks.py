@@ -13,7 +13,7 @@ def to_blocks(
     x, blocks, count, rows, columns, H, W, before, x_n, x_c, x_h, x_w,
     INPUTS: tl.constexpr, CHANNELS: tl.constexpr, P: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """Write P blocks of CHANNELS values each: the channels of the block's four pixels, row by row, and then zeros.
+    """Write P blocks. A block has CHANNELS values: the channels of its four pixels, row by row, and then zeros.
 
     Pixels outside the image are written as 0. V is CHANNELS rounded up to a power of two.
     """

@@ -1,4 +1,4 @@
-"""Compute the dense kernel of a separable convolution, and the gradients of the depthwise and pointwise weights.
+"""Compose the depthwise and pointwise weights of a separable convolution into the weight of one dense convolution.
 
 There are OUT output channels, IN input channels, and M depthwise filters per input channel. A filter has A weights;
 B is A rounded up to a power of two.
@@ -15,7 +15,7 @@ def compose(
     pointwise, depthwise, dense, OUT: tl.constexpr, IN: tl.constexpr, M: tl.constexpr,
     A: tl.constexpr, B: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Write the dense filters from one input channel to P output channels."""
+    """Write the filters of the composed weight from one input channel to P output channels."""
     i = tl.program_id(0) % IN
     o, k = tl.program_id(0) // IN * P + tl.arange(0, P), tl.arange(0, B)
     total = tl.zeros([P, B], tl.float32)

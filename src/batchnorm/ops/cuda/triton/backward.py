@@ -4,8 +4,9 @@ Let g be the activation, z its input, dz = g'(z) dy, std = sqrt(var + eps) and x
 per channel, the gradients of the paper's Section 3 are
 dbeta = sum(dz), dgamma = sum(dz x_hat), dx = gamma / std * (dz - dbeta / m - x_hat dgamma / m).
 
-PHASE and T have the same meaning as in forward.py. The same multiply-add as in the forward pass recomputes z from x. If
-a residual was added, g' is read from one saved bit per element, or computed from x and the saved residual.
+PHASE and T have the same meaning as in forward.py, and ALONE, LAST and TREE as in its ``normalize_part``. The same
+multiply-add as in the forward pass recomputes z from x. If a residual was added, g' is read from one saved bit per
+element, or computed from x and the saved residual.
 """
 
 from __future__ import annotations
@@ -93,7 +94,8 @@ def settle(
 ):  # fmt: skip
     """Store a part's sums; the last program to arrive adds up all sums and stores the gradients of gamma and beta.
 
-    If TREE, groups of up to 32 parts are added up first. ``word`` counts the slice's parts or groups that have arrived.
+    With TREE, the sums of up to 32 parts each are added up first. ``word`` counts the parts or, with TREE, the groups
+    of parts whose sums have been stored.
     """
     store_part(partial, part, s1, s2, channel, C)
     if TREE:
@@ -135,11 +137,12 @@ def differentiate_part(
     PHASE: tl.constexpr, ALONE: tl.constexpr, LAST: tl.constexpr, TREE: tl.constexpr,
     STAGES: tl.constexpr, ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
-    """Process one program's share of a layer: one part of a slice."""
+    """Do the work of one program, which processes one part of a slice."""
     R: tl.constexpr = FORM[1]
     V: tl.constexpr = FORM[2]
     EACH: tl.constexpr = 1 if FORM[0] else V
-    # If dz is always dy or 0, hold dz instead of dy in registers. For other activations, compute dz twice.
+    # With relu and relu6, dz is dy or 0, which is exact in the dtype of dy. So hold dz in registers in place of dy.
+    # With other activations, hold dy and compute dz twice.
     HOLDS_DZ: tl.constexpr = PHASE == 3 and (ACT == RELU or ACT == RELU6)  # noqa: SIM109
     C = shape[0]
     units = shape[1]
@@ -199,7 +202,7 @@ def differentiate_part(
         if LAST:
             db = tl.load(dbeta + channel, mask=here, other=0.0)
             dg = tl.load(dgamma + channel, mask=here, other=0.0)
-        # Load low and invstd late, because registers are scarce while tiles are held.
+        # Load `low` and `invstd` as late as possible, because the tiles occupy most registers.
         low = tl.load(stats + 4 * C + channel, mask=here, other=0.0)
         invstd = tl.load(stats + 7 * C + channel, mask=here, other=0.0)
         k2 = scale * (dg * invstd / count)
@@ -234,7 +237,8 @@ _NUMBERS = [
     *("C", "units", "slices", "parts", "share", "beside", "x_stride", "x_plane", "y_stride", "y_plane"),
     *("width", "magic", "shift", "slope", "dy_stride"),
 ]
-# Small tensors may be views into one flat buffer, at any alignment. Do not recompile for each alignment.
+# These small tensors may be views into one flat buffer, at any alignment. Triton must not compile the kernel again for
+# each alignment.
 _SMALL = ["dgamma", "dbeta", "words"]
 
 

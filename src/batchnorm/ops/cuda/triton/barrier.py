@@ -1,7 +1,8 @@
 """Barriers between the programs of one launch that share a slice of channels; they need no reset between launches.
 
-Each slice has one word, an int32. The low bits of a word count arrivals; when all programs have arrived, the highest
-bit flips and the low bits are zero again. Words start at zero, and consecutive launches on a stream may share them.
+Each slice has one word, an int32 in global memory. The lower 31 bits of a word count the programs that have arrived at
+the barrier. When all programs have arrived, the highest bit flips and the other bits are zero again. Words start at
+zero, and consecutive launches on a stream may use the same words.
 """
 
 from __future__ import annotations
@@ -9,16 +10,16 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-TURN = tl.constexpr(-(2**31))
+TURN = tl.constexpr(-(2**31))  # the highest bit of a word
 
 
 @triton.jit
 def take_ticket(counter, programs):
     """Return this program's number, counted in the order in which programs start.
 
-    The programs of slices that are processed together get consecutive numbers. So a program waits only for programs
-    that are already running or that start when earlier slices are done. Thus launches may have any size, and the
-    hardware may start programs in any order.
+    The programs of slices that are processed at the same time have consecutive numbers (see :func:`place`). So a
+    program waits only for programs that are already running or that start when earlier slices are done. Thus launches
+    may have any size, and the hardware may start programs in any order.
     """
     ticket = tl.atomic_add(counter, 1, sem="relaxed")
     if ticket == programs - 1:
@@ -37,14 +38,14 @@ def arrive(word, step):
 
 @triton.jit
 def release(word, parts):
-    """Release the waiting programs; call this only after all ``parts`` have arrived."""
+    """Flip the highest bit, which releases the waiting programs; call this after exactly ``parts`` arrivals."""
     tl.debug_barrier()
     tl.atomic_add(word, TURN - parts, sem="release")
 
 
 @triton.jit
 def arrive_to_turn(word, part, parts):
-    """Count this program's arrival; the last arrival flips the highest bit."""
+    """Count this program's arrival; the highest bit flips when all ``parts`` programs have arrived."""
     tl.debug_barrier()
     step = tl.where(part == 0, TURN - (parts - 1), 1)
     tl.atomic_add(word, step, sem="release")
@@ -58,8 +59,9 @@ def side_of(word):
 
 @triton.jit
 def wait(word, side):
-    """Wait until the highest bit flips; the other programs' writes are then visible."""
-    # Use assembly, because Triton has no load-acquire. Only one thread polls, because polling delays arrivals.
+    """Wait until the highest bit differs from ``side``; the other programs' writes are then visible."""
+    # Use assembly, because Triton has no load-acquire. Only one thread polls, because polling delays the arrivals of
+    # other programs.
     tl.inline_asm_elementwise(
         """
         {
@@ -92,8 +94,8 @@ def wait(word, side):
 def place(program, slices, parts, beside):
     """Return the slice and the part that a program processes.
 
-    ``beside`` slices are processed at a time. Neighboring programs process the same rows of neighboring slices. In a
-    channels-last tensor, they therefore read long contiguous pieces of memory together.
+    ``beside`` slices are processed at the same time. Neighboring programs process the same part of neighboring slices.
+    In a channels-last tensor, they therefore read long contiguous pieces of memory together.
     """
     group = program // (beside * parts)
     rest = program - group * (beside * parts)

@@ -1,8 +1,9 @@
 """The forward pass: the statistics of each slice of channels, then g(BN(x) + residual).
 
-PHASE selects what a launch does. PHASE 1 only computes the statistics and PHASE 2 only normalizes; these are the two
-launches of the "stream" path, with T = 0. PHASE 3 does both in one launch: a program holds its T tiles in registers and
-reads x once, with a barrier between the programs of a slice.
+The terms slice, part, unit and tile are defined in tile.py. PHASE selects what a launch does. PHASE 1 only computes the
+statistics, and PHASE 2 only normalizes; the "stream" path launches both phases, one after the other, with T = 0. PHASE
+3 does both in one launch: a program holds its T tiles in registers and reads x once, and the programs of a slice wait
+for each other at a barrier.
 
 ``stats`` has the rows mean, var, count, base, low, scale, offset and invstd. The mean is base + low, and base is close
 to the mean. For values near base, x - base is exact, so no precision is lost even if the mean is a million standard
@@ -32,7 +33,7 @@ def moments_of(
     x, strides, tiles, near, first, last, channel, shape,
     FORM: tl.constexpr, T: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Return low and M2 of this part: its mean is near + low, and M2 is its sum of squared deviations from that mean.
+    """Return low and M2 of a part: its mean is near + low, and M2 is its sum of squared deviations from that mean.
 
     ``near`` is subtracted from the values before they are summed, because E[x^2] - E[x]^2 loses all precision if the
     mean is large. Each of n values is at most sqrt(n) standard deviations from their mean. So the relative error of
@@ -164,7 +165,8 @@ def place(words, slices, parts, beside, PHASE: tl.constexpr, TICKET: tl.constexp
     if TICKET:
         program = barrier.take_ticket(words, slices * parts)
     elif PHASE == 2:
-        # Use the reverse order, because the values that the first launch read last are probably still in the cache.
+        # Process the parts in reverse order, because the values that the first launch read last are probably still in
+        # the cache.
         program = slices * parts - 1 - program
     return barrier.place(program, slices, parts, beside)
 
@@ -177,17 +179,18 @@ def normalize_part(
     PHASE: tl.constexpr, ALONE: tl.constexpr, LAST: tl.constexpr, TREE: tl.constexpr,
     STAGES: tl.constexpr, ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
-    """Process one program's share of a layer: one part of a slice.
+    """Do the work of one program, which processes one part of a slice.
 
     ALONE means that one program processes a whole slice, without a barrier. LAST means that the last program to arrive
-    merges all parts and writes ``stats`` for the other programs; without LAST, every program merges all parts itself.
-    TREE means that parts are merged in two steps: first in groups of up to 32 parts, then the groups.
+    merges the moments of all parts and writes ``stats`` for the other programs; without LAST, every program merges them
+    itself. TREE means that moments are merged in two steps: first those of up to 32 parts each (a twig), then those of
+    the twigs.
     """
     R: tl.constexpr = FORM[1]
     EACH: tl.constexpr = 1 if FORM[0] else FORM[2]
     C = shape[0]
     units = shape[1]
-    # `partial` holds the running averages before this batch, then the parts' moments.
+    # `partial` starts with two floats per channel for the old running averages. The moments of the parts follow.
     before = partial
     partial = partial + 2 * C
     word = words + 2 + piece
@@ -206,7 +209,7 @@ def normalize_part(
             for t in tl.static_range(T):
                 added = added + (load_tile(residual, y_strides, first + t * R, last, channel, shape, FORM),)  # noqa: RUF005
     if PHASE & 1:
-        # Load the sample, the parameters and the old averages early, while x is still being loaded.
+        # Load these small values here, while x is still being loaded, so that nothing has to wait for them later.
         near = sample(x, x_strides, first, last, channel, shape, FORM)
         g = load_or(gamma, channel, C, 1.0)
         b = load_or(beta, channel, C, 0.0)
@@ -286,7 +289,8 @@ _NUMBERS = [
     *("C", "units", "slices", "parts", "share", "beside", "x_stride", "x_plane", "y_stride", "y_plane"),
     *("width", "magic", "shift", "eps", "momentum", "slope"),
 ]
-# Small tensors may be views into one flat buffer, at any alignment. Do not recompile for each alignment.
+# These small tensors may be views into one flat buffer, at any alignment. Triton must not compile the kernel again for
+# each alignment.
 _SMALL = ["gamma", "beta", "words", "running_mean", "running_var", "batches", "skipped"]
 
 

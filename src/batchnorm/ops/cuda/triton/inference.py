@@ -34,8 +34,8 @@ def normalize_rows(
 ):  # fmt: skip
     """Normalize channels-last rows by given statistics, with P rows of V channels per program.
 
-    C and the row strides are multiples of A. They are passed divided by A, so that the compiler knows how wide an
-    access may be.
+    C and the row strides are multiples of A. They are passed divided by A and multiplied by A here, so that the
+    compiler knows that they are multiples of A and can use wide accesses.
     """
     C = C * A
     slices = (C + V - 1) // V

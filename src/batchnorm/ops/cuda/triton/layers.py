@@ -1,8 +1,9 @@
 """Kernels for up to four layers in one launch, on channels-last tensors with the same number of rows.
 
-Slices are numbered across all layers: layer 0 starts at slice 0, layer 1 at slice ``first1``, and so on. The start of
-an absent layer is ``slices``, so that no slice belongs to it. Each layer has its own contiguous part of ``stats``,
-``partial`` and ``words``.
+A slice is a group of neighboring channels of one layer. Slices are numbered across all layers: layer 0 starts at slice
+0, layer 1 at slice ``first1``, and so on. If there are fewer than four layers, the absent layers start at slice
+``slices``, the number of all slices, so that no slice belongs to them. ``stats``, ``partial`` and ``words`` hold the
+numbers of all layers, one layer after the other. The argument ``piece`` of a function is the index of a slice.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ _NUMBERS = [
     *(f"{name}_stride{k}" for name in ("x", "y", "dy") for k in range(4)),
     *("eps", "momentum", "slope"),
 ]
-# Small tensors may be views into one flat buffer, at any alignment. Do not recompile for each alignment.
+# These small tensors may be views into one flat buffer, at any alignment. Triton must not compile the kernel again for
+# each alignment.
 _SMALL = [
     f"{name}{k}" for name in ("gamma", "beta", "running_mean", "running_var", "batches", "skipped") for k in range(4)
 ]

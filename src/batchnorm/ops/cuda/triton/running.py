@@ -1,8 +1,9 @@
-"""Update the running averages slice by slice, as soon as a slice's moments are known, by the rules of ops/running.py.
+"""Update the running averages, by the rules of ops/running.py.
 
-One non-finite channel makes a batch unusable, but other slices may already have been updated. So each slice's old
-values are saved in ``before``, and the program that finishes the last slice restores them if necessary. No program has
-to wait for all slices.
+A slice is a group of channels. Its averages are updated as soon as its moments are known. But if the moments of one
+channel are not finite, no average may change, and other slices may already have been updated. So the old averages are
+saved in ``before``, and the program that finishes the last slice restores them if necessary. This way, no program has
+to wait until the moments of all slices are known.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def is_number(v):
 
 @triton.jit
 def load_old(running, channel, C):
-    """Load a slice's running mean and variance, and the number of batches, including this one."""
+    """Return a slice's running mean and variance, and the number of batches including this one."""
     here = channel < C
     mean = tl.load(running[0] + channel, mask=here, other=0.0)
     var = tl.load(running[1] + channel, mask=here, other=0.0)

@@ -1,19 +1,23 @@
 """Access a tensor in tiles, with the same code for both layouts: channels last and channels first.
 
-A *unit* is a row of a channels-last tensor (one location of one example), or ``V`` adjacent locations of one channel of
-a channels-first tensor. In both layouts, a tile is [R, V]: R rows of V channels, or R units of one channel. Per-channel
-values v have the shape [W], where W is V (channels last) or 1 (channels first). So ``v[None, :]`` broadcasts over a
-tile in both layouts.
+A *slice* is up to V neighboring channels of a channels-last tensor, or one channel of a channels-first tensor. A *unit*
+is a row of a channels-last tensor (one location of one example), or V adjacent locations of one channel of a
+channels-first tensor. The units of a slice are divided into *parts*, and a program processes one part in tiles. In both
+layouts, a tile has the shape [R, V]: R rows of V channels, or R units of one channel. Per-channel values v have the
+shape [W], where W is V (channels last) or 1 (channels first). So ``v[None, :]`` broadcasts over a tile in both layouts.
 
 Most functions take these arguments:
 
-- ``piece``: the index of a slice of channels.
+- ``piece``: the index of a slice.
+- ``first``: the index of a tile's first unit.
+- ``last``: one more than the index of the last unit of the program's part.
 - ``FORM``: five constants: whether the layout is channels last, R, V, A, and whether offsets need 64 bits. All strides
   are multiples of A and are passed divided by A.
 - ``shape``: five numbers: the number of channels C, the units of a channel, the units of a channel in one example,
   ``magic`` and ``shift``. ``magic`` and ``shift`` turn the division by the third number into a multiplication, which is
   faster.
-- ``strides``: a tensor's strides: of a row (channels last) or an example (channels first), then of a channel.
+- ``strides``: two strides of a tensor: that of a row (channels last) or an example (channels first), and that of a
+  channel.
 """
 
 from __future__ import annotations
@@ -58,7 +62,7 @@ def place_of(units, strides, shape, FORM: tl.constexpr):
 def offsets(units, strides, channel, shape, FORM: tl.constexpr):
     """Return the element offsets [R, V] of ``units`` of a slice."""
     V: tl.constexpr = FORM[2]
-    # Multiplying by A here tells the compiler how wide an access may be.
+    # Multiplying by A tells the compiler that the strides are multiples of A, so that it can use wide accesses.
     A: tl.constexpr = FORM[3]
     if FORM[4]:
         channel = channel.to(tl.int64)
@@ -73,13 +77,13 @@ def offsets(units, strides, channel, shape, FORM: tl.constexpr):
 
 @triton.jit
 def inside(first, last, channel, shape, FORM: tl.constexpr):
-    """Return a mask [R, V] of the elements that exist in the tile that starts at unit ``first``."""
+    """Return a mask [R, V] of the tile's elements that belong to the part and to an existing channel."""
     return (first + tl.arange(0, FORM[1]) < last)[:, None] & (channel < shape[0])[None, :]
 
 
 @triton.jit
 def load_tile(x, strides, first, last, channel, shape, FORM: tl.constexpr):
-    """Load the tile that starts at unit ``first``, with 0 for elements that do not exist."""
+    """Load the tile that starts at unit ``first``, with 0 where :func:`inside` is false."""
     at = offsets(first + tl.arange(0, FORM[1]), strides, channel, shape, FORM)
     return tl.load(x + at, mask=inside(first, last, channel, shape, FORM), other=0.0)
 
@@ -141,8 +145,8 @@ def bit_offsets(first, last, piece, shape, FORM: tl.constexpr):
     """Return the offsets of the bytes that hold a tile's bits, and a mask of the bytes that exist.
 
     The tile starts at unit ``first``. A row (channels last) has one bit per channel; a channel (channels first) has one
-    bit per value. Both are padded to whole bytes. Parts start at multiples of 8 units, so that their bits start at
-    whole bytes.
+    bit per value. Each row or channel is padded to whole bytes. Parts start at multiples of 8 units, so a byte never
+    holds bits of two parts.
     """
     R: tl.constexpr = FORM[1]
     V: tl.constexpr = FORM[2]
