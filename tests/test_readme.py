@@ -1,5 +1,6 @@
 """README's first screen is a program; links of README and the documentation point at files; tables are current."""
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -10,6 +11,8 @@ import torch
 import zoo
 from blocks import Bottleneck
 from torch import nn
+
+from batchnorm.report.speeds import MODES
 
 ROOT = Path(__file__).parents[1]
 
@@ -71,6 +74,12 @@ def test_cells_are_short():
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert len(rows) > 40
     assert not [cell for row in rows for cell in row.strip("|").split("|") if len(cell) > 110]
+
+
+def test_the_first_paragraph_has_the_largest_speedup():
+    rows = json.loads((ROOT / "results/networks-h200.json").read_text())["rows"]
+    largest = max(row["speedup"] for row in rows if row["mode"] in MODES and "failed" not in row)
+    assert f"train up to {largest:.2f} times as fast" in " ".join((ROOT / "README.md").read_text().split())
 
 
 def test_tables_are_what_the_result_files_say():

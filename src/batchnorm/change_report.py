@@ -117,7 +117,7 @@ class LayerStatistics:
 
     @property
     def m(self) -> float:
-        """The paper's m: the mean number of values per feature in a mini-batch, over examples and locations.
+        """The paper's m: how many values a feature has in a mini-batch, averaged over the mini-batches.
 
         A mini-batch is the input of one forward pass, even if gradients are accumulated over several passes.
         """

@@ -80,12 +80,12 @@ class Monitor:
 
     @property
     def records(self) -> list[Record]:
-        """The records of percentiles in memory, in order."""
+        """The records of percentiles that are still in memory, oldest first."""
         return self._percentiles.records
 
     @property
     def gradient_changes(self) -> list[Record]:
-        """The records of gradient changes in memory, in order."""
+        """The records of gradient changes that are still in memory, oldest first."""
         return self._changes.records
 
     def __enter__(self) -> Monitor:

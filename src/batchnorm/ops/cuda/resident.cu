@@ -387,8 +387,8 @@ __device__ __forceinline__ void put_values(float* to, const float (&f)[V]) {
 // How many floats of scratch memory the functions below need.
 #define SCRATCH (LAST ? 2 * (WARPS * W > THREADS ? WARPS * W : THREADS) : WOVEN ? 4 * THREADS : 2 * WARPS)
 
-// Adds up s1 and s2 of each channel over all threads, in a fixed order. In each of the first W threads, a and b become
-// the sums of the slice's channel threadIdx.x.
+// Adds up s1 and s2 of each channel over all threads, in a fixed order. In thread i < W, a and b become the sums of s1
+// and s2 for channel i of the slice.
 __device__ __forceinline__ void totals(float (&s1)[V], float (&s2)[V], const Walk& walk, float* scratch, float& a, float& b) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #if WOVEN
