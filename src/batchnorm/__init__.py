@@ -4,7 +4,7 @@
 
     net = bn.convert(net, example)           # torch.nn's layers become faster ones, fused with activations and sums
     ...                                      # train as before
-    bn.estimate_(net, batches)               # exact population statistics in place of running averages
+    bn.estimate_(net, batches)               # exact population statistics instead of running averages
     bn.export(net.eval(), example, "net.onnx")  # the inference network, without batch normalization
 
 Functions such as ``convert`` return a new network and do not change their argument; a trailing underscore, as in

@@ -111,7 +111,10 @@ def to_device(batch: Any, device: torch.device, *, copy: bool = False, dtype: to
 
 
 def _with_tensors(holder: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-    """Return a copy of an object with ``fn`` applied to its tensors, or the object itself if copying fails."""
+    """Return a copy of an object with ``fn`` applied to its tensors.
+
+    If the object has no tensors or cannot be copied, return the object itself.
+    """
     try:
         memo: dict[int, Any] = {id(t): fn(t) for t in tensors_in(holder)}
         return deepcopy(holder, memo) if memo else holder

@@ -202,15 +202,14 @@ def _by_depth(
     shared = {m for m in above if len(graph.calls_of(m)) > 1}
     for m in shared:
         m.training = True  # a layer that is called several times uses batch statistics until its own are estimated
-    # The transitive closure of `above`: a layer that depends on a shared layer depends on the layers before all
-    # calls of that shared layer.
+    # The transitive closure of `above`: a layer that depends on a shared layer also depends on every layer before any
+    # call of that shared layer.
     depends = {m: set(found) for m, found in above.items()}
     for middle in above:
         for found in depends.values():
             if middle in found:
                 found |= depends[middle]
-    # If a shared layer depends on a layer, do not let that layer wait for the shared layer: the two would wait for each
-    # other.
+    # A layer `m` does not wait for a shared layer `n` that depends on `m`, because the two would wait for each other.
     sorter = TopologicalSorter(
         {m: {n for n in above[m] - {m} if n not in shared or m not in depends[n]} for m in above}
     )

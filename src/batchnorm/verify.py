@@ -176,7 +176,7 @@ def _is_rounding(
 
 
 def _made_in_double(old: nn.Module, new: nn.Module, example: Any, make: Make) -> nn.Module | None:
-    """Make the new network again in float64; return None if that fails or its weights differ by more than rounding."""
+    """Make a float64 version of ``new``; return None if that fails or the weights differ by more than rounding."""
     try:
         twin = private_copy(old)
         _to_double_(twin)

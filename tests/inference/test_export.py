@@ -186,7 +186,7 @@ def test_a_missing_folder_is_named(tmp_path):
 
 def test_a_file_that_differs_is_not_written(tmp_path):
     (tmp_path / "net.pt2").write_text("an older file")
-    with pytest.raises(ValueError, match="more than 0e"):
+    with pytest.raises(ValueError, match="more than the tolerance of 0e"):
         bn.export(scramble_(Residual()).eval(), torch.randn(2, 3, 8, 8), tmp_path / "net.pt2", tolerance=0.0)
     assert (tmp_path / "net.pt2").read_text() == "an older file"
 

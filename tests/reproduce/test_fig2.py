@@ -329,7 +329,7 @@ def test_a_rate_that_follows_from_no_sweep(tmp_path):
     path.write_text(PLAN.replace('recipe = "bn-baseline", seed = 1', 'recipe = "bn-baseline", rate = "best"'))
     with pytest.raises(
         ValueError,
-        match="other: its rate comes from a sweep of bn-baseline, but the group 'rates' has no runs of bn-baseline",
+        match="other: the rate comes from a sweep of bn-baseline, but the group 'rates' has no runs of bn-baseline",
     ):
         read_plan("fig2", path)
 

@@ -143,8 +143,8 @@ def _means(results: list[Result]) -> dict[str, Any]:
 def _divide(data: Path, classes: int, images: int, folder: Path) -> tuple[Path, Path]:
     """Create and return two folders of links to images, one for each half of the classes.
 
-    The first folder has all images of its classes. The second folder has ``images`` training images per class, and all
-    validation images.
+    The first folder has all images of its classes. The second folder has at most ``images`` training images per class,
+    and all validation images.
     """
     source = open_source(data, "train")
     if not isinstance(source, FolderSource):

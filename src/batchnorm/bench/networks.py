@@ -178,7 +178,8 @@ def plan(networks: Sequence[str], modes: Sequence[Mode], batches: Sequence[int],
     """Return the jobs for the missing rows.
 
     The first jobs, one per network, measure all modes that do not compile. The jobs that compile follow. For each
-    network and batch size, there is one job for the modes in ``COMPILED_TOGETHER``, and one job for each other mode.
+    network and batch size, there is one job for the modes in ``COMPILED_TOGETHER``, and one job for each other
+    mode that compiles.
     """
     quick: Layout = batches, [(mode,) for mode in modes if mode not in COMPILING]
     alone = [mode for mode in modes if mode in COMPILING and mode not in COMPILED_TOGETHER]

@@ -125,7 +125,7 @@ def profile_report(profile: Mapping[str, Any]) -> str:
 
 
 def report(rows: Sequence[StepTime], batch: int) -> str:
-    """Return the table of one batch size, and whether "ours" reaches its goals."""
+    """Return the table of one batch size and, for a batch size in ``IMAGES``, whether "ours" reaches its goals."""
     here = [row for row in rows if row.batch == batch]
     width = max(len(row.name) for row in here)
     lines = [f"batch {batch:<{width - 6}} {'ms/step':>9} {'images/s':>9} {'x stock':>8} {'x composed':>10}"]

@@ -179,7 +179,7 @@ class Distortions:
 
     >>> distortions = Distortions(Strength(0.5, 0.1), mean=(0.5, 0.5, 0.5), std=(0.25, 0.25, 0.25))
     >>> maps = distortions(torch.full((1, 7), 0.5), torch.zeros(1, 3))  # factors of 1, no noise
-    >>> (maps[0, 0] * 255).round().int().tolist()  # red is 4 x / 255 - 2
+    >>> (maps[0, 0] * 255).round().int().tolist()  # red is 4 x / 255 - 2; a third of -2 is stored
     [4, 0, 0, 0, 0, 0, -170]
     """
 

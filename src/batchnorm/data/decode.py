@@ -95,8 +95,8 @@ def _load(data: bytes, choose: Choose, size: int) -> tuple[Image, Box, tuple[int
     scale = next((s for s in JPEG_SCALES if s <= room), 1)
     drafted = image.draft(None, (width // scale, height // scale)) if scale > 1 else None
     if drafted is not None:
-        # Do not scale the box by the ratio of the decoded to the original size. The decoder rounds sizes up, so the
-        # last pixels of the decoded image cover fewer pixels of the original image.
+        # Scale the box by the exact, fractional size that draft() returns, not by the size of the decoded image. The
+        # decoder rounds sizes up, so the last pixels of the decoded image cover fewer pixels of the original image.
         _, (_, _, right, bottom) = drafted
         box = box.scaled(right / width, bottom / height)
     return to_rgb(image), box, (width, height)

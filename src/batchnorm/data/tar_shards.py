@@ -122,7 +122,7 @@ class ShardIndex:
         """Read the index from ``path``, or scan the shards if the index is missing, damaged or out of date.
 
         Raises:
-            ValueError: if a shard is damaged or has incomplete examples, or if the index lists a shard that is missing.
+            ValueError: if :func:`scan` rejects a shard, or if the index lists a shard that is missing.
         """
         names = np.array([os.fsencode(shard.name) for shard in shards])
         states = np.array([(s.stat().st_size, s.stat().st_mtime_ns) for s in shards], dtype=np.int64)

@@ -41,7 +41,7 @@ def label_ranks(scores: Tensor, labels: Tensor) -> Tensor:
     """Return each label's rank among the class scores, counted from 0.
 
     An example is top-k correct if its label's rank is below k. Among equal scores, the class with the lower index comes
-    first, on every device. A label whose score is NaN comes last.
+    first, on every device. If a label's score is NaN, its rank is the number of classes.
 
     >>> label_ranks(torch.tensor([[0.2, 0.5, 0.3], [0.4, 0.4, 0.2]]), torch.tensor([2, 1]))
     tensor([1, 1])

@@ -155,7 +155,7 @@ def is_same(value: Any, frozen: Any) -> bool:
 
 
 class _Name(str):
-    """A string without quotes in its repr, so that a signature shows it as a name in place of a default value."""
+    """A string whose repr has no quotes: as a parameter's default, it is a variable name in the signature's text."""
 
     __repr__ = str.__str__
 

@@ -67,7 +67,7 @@ def trace(
 
 
 def trace_modes(net: nn.Module, example: Any, forward: network_call.Forward | None) -> list[Graph]:
-    """Trace the network in evaluation mode, and also in training mode if the example can run in that mode.
+    """Trace the network in evaluation mode, and also in training mode if that works on the example.
 
     Raises:
         SharedWithOriginalError: if the copy that is traced uses a part of the original network.
@@ -135,7 +135,7 @@ class _Recorder(TorchFunctionMode):
         return out
 
     def mark_escaped(self, out: Any) -> None:
-        """Mark the values that are in the network's output, or whose tensors are still referred to after the run.
+        """Mark the values in the network's output, and computed values whose tensors something still refers to.
 
         If a tensor is still alive after this recorder drops its reference, something else refers to the tensor, such
         as a module, a global list or a closure.

@@ -214,7 +214,7 @@ def _other_sizes(example: Any) -> list[int]:
 
 @contextmanager
 def _without_import_warnings() -> Iterator[None]:
-    """Keep torch.onnx from warning about every optional package that is missing."""
+    """Keep torch.onnx from warning about missing optional packages."""
     # Use a filter, because torch itself sets the logger's level while the exporter is imported.
     logger = logging.getLogger("torch.onnx._internal.exporter._registration")
 

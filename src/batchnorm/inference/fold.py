@@ -82,7 +82,7 @@ def fold(
         The network, in evaluation mode, with a ``report`` that says what each layer became and why.
 
     Warns:
-        UserWarning: if a batch normalization was not folded.
+        UserWarning: if a batch normalization was left unchanged.
 
     Raises:
         TypeError: if the network is compiled or data-parallel; pass the network inside it.
@@ -102,7 +102,7 @@ def fold(
 
 
 def warn_of_left(report: VerbReport) -> None:
-    """Warn if the report lists a batch normalization that was not folded; the warning points at the user's call."""
+    """Warn if the report lists a batch normalization that was left unchanged; the warning points at the user's call."""
     if report.paths("kept"):
         warnings.warn(report.summary, stacklevel=3)
 

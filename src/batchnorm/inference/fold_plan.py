@@ -64,7 +64,7 @@ def make_plan(graph: Graph, layers: list[TorchBatchNorm]) -> FoldPlan:
 
 
 def reason_to_keep(module: nn.Module, graph: Graph) -> str:
-    """Return why a batch normalization cannot become a fixed affine map, or "" if it can or is another module."""
+    """Return why a batch normalization cannot become a fixed affine map; return "" if it can, and for other modules."""
     if is_scripted_norm(module):
         return "it is scripted; call fold before scripting the network"
     if not isinstance(module, TorchBatchNorm):
@@ -90,7 +90,7 @@ def is_scripted_norm(module: nn.Module) -> bool:
 
 
 def functional_norms(graph: Graph) -> list[TracedCall]:
-    """Return the functional batch norm calls that normalize data, not weights: one call per module and parameters."""
+    """Return the functional batch norm calls on data (not on weights), one per combination of module and parameters."""
     calls = [call for call in graph.functions(*FUNCTIONS) if graph.follows_input(call.inputs[0])]
     return list({(call.path, *call.inputs[1:]): call for call in calls}.values())
 

@@ -220,7 +220,10 @@ def _is_unchanged(before: tuple[Any, int], after: tuple[Any, int]) -> bool:
 
 
 def _keeps_its_forward(module: nn.Module) -> bool:
-    """Return whether a module runs the forward of ``torch.nn`` or, if it is a batch normalization, of this library."""
+    """Return whether a module runs the forward of ``torch.nn`` or, if it is a batch normalization, of this library.
+
+    For ``nn.Sequential``, the result is False, so that its children are traced.
+    """
     if isinstance(module, BatchNorm):
         return type(module).forward is BatchNorm.forward
     if isinstance(module, TorchBatchNorm):
@@ -376,7 +379,7 @@ def _blank(base: type[nn.Module], name: str, source: str, names: tuple[tuple[str
 
 
 def _equivalent_modules(root: nn.Module, graph: fx.Graph) -> dict[fx.Node, nn.Module]:
-    """Return, for each functional call whose parameters are fixed, a module that computes the same result."""
+    """Return an equivalent module for each functional batch norm, convolution or linear layer with fixed parameters."""
     found: dict[fx.Node, nn.Module] = {}
     for node in graph.nodes:
         module = None
@@ -449,7 +452,7 @@ def _affine(root: nn.Module, node: fx.Node, given: dict[str, Any]) -> nn.Module 
 
 
 def _fetch(root: nn.Module, node: Any) -> Tensor | None:
-    """Return a copy of the parameter or buffer that a node reads, or None if the node's value is computed."""
+    """Return a copy of the tensor attribute that a node reads, or None if ``node`` does not read one."""
     if not isinstance(node, fx.Node) or node.op != "get_attr":
         return None
     value: Any = root

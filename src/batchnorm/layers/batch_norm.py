@@ -275,7 +275,7 @@ class BatchNorm(TorchBatchNorm):
             )
 
     def _falls_back_on_running(self, input: Tensor, mask: Tensor | None) -> bool:
-        """Return whether to normalize the whole batch by running statistics, because it has one value per feature.
+        """Return whether to normalize by running statistics; batch statistics need more than one value per feature.
 
         Raises:
             ValueError: if the batch, or a group of ``Ghost``, has one value per feature and ``on_single`` is "error".

@@ -127,7 +127,10 @@ class Recomputed:
 
 
 class Kept:
-    """Hold a saved tensor or, instead, a recipe for it and its shape, strides and offset in the recomputed tensor."""
+    """Hold a saved tensor or, in its place, a recipe that recomputes it.
+
+    A saved tensor may be a view of the recomputed tensor, so its shape, strides and offset are stored with the recipe.
+    """
 
     def __init__(self, tensor: Tensor, *, counted: bool) -> None:
         self.tensor: Tensor | None = tensor.detach()

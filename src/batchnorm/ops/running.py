@@ -52,8 +52,8 @@ def update_(running: Kept, moments: Moments, momentum: float | None, *, plain: b
         running: the averages, updated in place.
         moments: the batch's moments, with the biased variance.
         momentum: the weight of the new batch; None weights all batches equally.
-        plain: True skips torch's dispatcher. Use it only for moments on the CPU that need no gradient, outside
-            transforms, tracers and compilers.
+        plain: True calls the CPU implementation directly, not through torch's dispatcher. Use it only for moments on
+            the CPU that need no gradient, outside transforms, tracers and compilers.
 
     >>> r = Running(torch.zeros(1), torch.ones(1), torch.tensor(0), torch.tensor(0))
     >>> update_(r, Moments(torch.tensor(2.0), torch.tensor([4.0]), torch.tensor([1.0])), momentum=0.5)

@@ -41,7 +41,10 @@ def is_observed(x: Tensor) -> bool:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Return whether ``x`` is an ordinary CPU tensor and no compiler, transform, dispatch mode or tracer is active."""
+    """Return whether ``x`` is an ordinary CPU tensor and no compiler, transform, dispatch mode or tracer is active.
+
+    Here, forward-mode differentiation counts as a transform.
+    """
     # This is one expression with module-level aliases for speed, because layers run it on every call.
     return (
         not torch.compiler.is_compiling()

@@ -106,7 +106,8 @@ def steps_to(runs: Sequence[Run]) -> list[list[str]]:
 def paper_versus_here(runs: Sequence[Run]) -> list[list[str]]:
     """Tabulate what Section 4.1 says and what these runs show; the first row is the header.
 
-    The table is empty if no run with, or no run without, batch normalization has accuracies.
+    The first run without batch normalization is compared with the first run that has it. The table is empty if one of
+    them is missing or has no accuracies.
 
     Paper: Sec. 4.1; Fig. 1
     """
@@ -141,7 +142,7 @@ def paper_versus_here(runs: Sequence[Run]) -> list[list[str]]:
 def _drift_rows(plain: Run, bn: Run) -> list[list[str]]:
     quotes = {
         "z": '"much more stable as training progresses"',
-        "x": "not in the paper; BN does not fix this distribution",
+        "x": "not in the paper; BN does not keep this distribution fixed",
     }
     names = {"z": "sigmoid inputs", "x": "x = Wu before normalization"}
     rows = []

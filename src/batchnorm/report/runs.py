@@ -50,7 +50,7 @@ class Run:
 
     @property
     def accuracy_kind(self) -> Literal["validation accuracy", "test accuracy"]:
-        """What to call the accuracy: ``batchnorm train`` measures it on validation images."""
+        """What to call the accuracy: a ``val_top1``, from ``batchnorm train``, is measured on validation images."""
         return "validation accuracy" if "val_top1" in self.curves else "test accuracy"
 
     @cached_property

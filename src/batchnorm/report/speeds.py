@@ -27,7 +27,7 @@ def alternatives(results: Path) -> str:
         if (row["network"], row["batch"]) == ("torchvision/resnet50", 256) and "failed" not in row
     }
     eager = f": {faster['eager'].format('n eager')} (bf16, batch 256, H200)" if "eager" in faster else ""
-    compiled = f": with ours, {faster['backend'].format(' compiled')}" if "backend" in faster else ""
+    compiled = f": with them, {faster['backend'].format(' compiled')}" if "backend" in faster else ""
     tests = "tests/known_problems"
     rows = [
         ["you use", "what it cannot do", "use instead"],
@@ -49,7 +49,7 @@ def alternatives(results: Path) -> str:
         ],
         [
             "`torch.compile`",
-            f"generate kernels as fast as these{compiled}",
+            f"generate kernels as fast as this library's{compiled}",
             '`torch.compile(net, backend="batchnorm")` on the stock network',
         ],
         [
@@ -240,8 +240,8 @@ def _monitor(r: Result) -> str:
 def _algorithm2(r: Result) -> str:
     rows = r["rows"]
     return (
-        f"`estimate_` takes {rows['estimate_, layers of batchnorm']['estimate_ / training']:.2f}x the time of a forward"
-        f" pass; a folded network {rows['fold']['fold / torch.fx']:.2f}x that of one folded by torch.fx"
+        f"`estimate_`: {rows['estimate_, layers of batchnorm']['estimate_ / training']:.2f}x the time of a forward"
+        f" pass; a folded network: {rows['fold']['fold / torch.fx']:.2f}x the time of one folded by torch.fx"
     )
 
 

@@ -44,7 +44,7 @@ def _fig2(r: Result) -> str:
     if at_best := r.get("at its best rate"):
         fewer = [n["times fewer steps"] for n in at_best.values() if n["times fewer steps"]]
         most, top = max(fewer, default=0.0), max(n["maximum"] for n in at_best.values())
-        told.append(f"at best rates {most:.1f} times fewer steps, {top:.1%}")
+        told.append(f"at best rates, {most:.1f} times and {top:.1%}")
     if missing := len(r["not yet run"]):
         told.append(f"{missing} runs not yet run")
     return "; ".join(told)
@@ -85,7 +85,7 @@ def _jacobian(r: Result) -> str:
 
     names = ("with BN", "without BN")
     told = ", ".join(f"{near(name, 'J')} {name} (random: {near(name, 'random')})" for name in names)
-    return f"between 1/2 and 2: {told}"
+    return f"values from 1/2 to 2: {told}"
 
 
 def _scale(r: Result) -> str:

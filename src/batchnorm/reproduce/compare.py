@@ -108,7 +108,7 @@ def compare(
         for kind in changes
     }
     trainings = [job for network in networks.values() for job in network.jobs]
-    # Raise an error before any training if the folder of a run has other settings.
+    # Before any training, raise an error if the folder of a run was created with other settings.
     for one in trainings:
         if (one.folder / "recipe.json").exists():
             claim_folder(one.folder, one.recipe, data, planned_steps=planned)

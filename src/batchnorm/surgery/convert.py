@@ -76,7 +76,7 @@ def convert(
         forward: calls the network on a batch, ``forward(net, batch)``; needed if the network takes several positional
             inputs.
         rewrite: False only replaces modules. An activation module is then fused if a ``Sequential``, or the graph of a
-            ``torch.fx.GraphModule``, calls it after the layer and nothing else refers to the layer or the activation.
+            ``torch.fx.GraphModule``, calls it after a batch normalization and nothing else refers to these two modules.
             With ``rewrite=False``, the network's code must not call the children of a ``Sequential`` one by one.
         statistics: how every layer computes its training statistics: ``Sync()``, ``Ghost(size)`` or ``Renorm()``; None
             keeps each layer's own setting.

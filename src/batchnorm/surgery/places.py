@@ -78,7 +78,7 @@ class Reach(NamedTuple):
 
 
 def reach(values: list[Value]) -> Reach:
-    """Follow values through calls such as sums, concatenations, pools and reshapes to the first other calls.
+    """Follow values through calls such as sums, concatenations, pools and reshapes to the first calls of another kind.
 
     >>> import torch
     >>> from batchnorm.graph import trace

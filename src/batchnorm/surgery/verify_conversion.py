@@ -142,9 +142,9 @@ def _compare_autocast(old: nn.Module, new: nn.Module, example: Any, forward: For
     moved, moves, rounding = (relative_error(out, exact) for out in (was, now, other))
     if not moves <= 4 * max(moved, rounding) + 0.02:
         raise ValueError(
-            "autocast changes the converted network's outputs too much: they differ from the original's outputs without"
-            f" autocast by {moves:.2e} (relative); the original's outputs under autocast differ from these by only"
-            f" {moved:.2e}"
+            "autocast changes the converted network's outputs too much: compared with the original without autocast,"
+            f" the converted network under autocast has a relative error of {moves:.2e}, and the original under"
+            f" autocast has one of {moved:.2e}"
         )
 
 

@@ -51,7 +51,8 @@ def fold(
         input: the shape of an example batch, such as 1 3 224 224; not for a run, and not needed if the function
             returns a batch.
         fixed_batch: write a network for the example's batch size only.
-        trust: allow calling the function named in the run's recipe.json; a network of your own needs this.
+        trust: allow calling the function named in the run's recipe.json; a run that trained a network of your own
+            needs this.
     """
     if output.suffix == ".onnx":
         check_installed("onnx", "onnxscript", "onnxruntime")

@@ -22,8 +22,8 @@ class Options:
     """folder with train/CLASS/*.jpg and val/CLASS/*.jpg, or with train-*.tar and val-*.tar shards; with --validate
     0.1, the training images are enough"""
     out: Path | None = None
-    """folder for the results, by default runs/NAME (compare: runs/compare-NAME); if it holds an unfinished run of the
-    same recipe, that run is resumed"""
+    """folder for the results, by default runs/NAME (for batchnorm compare, runs/compare-NAME); if the folder holds an
+    unfinished run of the same recipe, that run is resumed"""
     device: str = "auto"
     """cpu, cuda, or auto (a GPU if there is one)"""
     precision: Literal["auto", "bf16", "fp32"] = "auto"

@@ -61,7 +61,8 @@ def without_batch_norm(net: nn.Module) -> nn.Module:
     """Return a copy of the network without its batch normalization layers; activations fused into these layers remain.
 
     Raises:
-        ValueError: if a layer has a ``forward`` of its own, which may do more than normalize.
+        ValueError: if ``torch.nn`` has no equivalent for one of this library's layers, or if a layer has a ``forward``
+            of its own, which may do more than normalize.
     """
     plain = revert(net)
     layers = {m: name for name, m in plain.named_modules() if isinstance(m, TorchBatchNorm)}

@@ -35,7 +35,7 @@ class SavedRun(NamedTuple):
 
     @property
     def weights(self) -> str | None:
-        """The SHA-256 of the final network's weights from its manifest, or None if there is no final network yet."""
+        """The manifest's SHA-256 of the final network's weights, or None if there is no final network yet."""
         return checkpoint.weights_digest(self.folder / "final")
 
     def load(self, classes: Sequence[str]) -> nn.Module:

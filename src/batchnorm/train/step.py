@@ -97,7 +97,7 @@ class Shadows:
         self._updates: list[FusedUpdate] = []
 
     def _join(self, net: nn.Module, names: dict[int, str]) -> None:
-        """For kernels that a module joins, store the copies next to each other, so that joining them moves no data."""
+        """If a module concatenates kernels, store their copies next to each other, so that no data has to move."""
         for module in net.modules():
             kernels = module.joined_kernels() if isinstance(module, InceptionModule) else []
             joined = [names.get(id(kernel), "") for kernel in kernels]

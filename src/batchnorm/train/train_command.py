@@ -194,7 +194,9 @@ def resolve(recipe: Recipe, overrides: Recipe) -> Recipe:
 
 
 def _name(own: Recipe) -> str:
-    """Return a run's default name: its network's file or module, the function, and the change, joined by hyphens.
+    """Return a run's default name: its network's file or module, the function, and ``normalize``, joined by hyphens.
+
+    ``normalize`` is left out if it is "as-is".
 
     >>> _name(Recipe(factory="nets/small.py:build", normalize="insert")), _name(Recipe(factory="timm/resnet50"))
     ('small-build-insert', 'timm-resnet50')

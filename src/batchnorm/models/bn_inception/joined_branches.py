@@ -157,7 +157,7 @@ def _inputs(
 ) -> list[Tensor]:
     """Return each part's input: the next tensor of ``averaged`` if the part is averaged, else a slice of its source.
 
-    Given the gradients of these tensors instead, return the gradient of each part's input, in the same memory.
+    Given the gradients of ``sources`` and ``averaged``, return the gradient of each part's input, without a copy.
     """
     pooled = iter(averaged)
     return [next(pooled) if is_averaged else sources[s][:, a : a + c] for s, a, c, is_averaged in places]
@@ -284,7 +284,7 @@ class _JoinedKernels(torch.autograd.Function):
 
 
 def are_neighbours(kernels: Sequence[Tensor]) -> bool:
-    """Return whether 1x1 convolution kernels of the same dtype lie one after the other in one storage."""
+    """Return whether 1x1 convolution kernels have the same dtype and lie one after the other in one storage."""
     first, rows = kernels[0], kernels[0].shape[1]
     return all(k.stride(0) == rows and k[0].numel() == rows and k.dtype == first.dtype for k in kernels) and all(
         a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()

@@ -143,7 +143,7 @@ struct Tile {
 
     __device__ __forceinline__ void copy_blocks(const char* from, int rows, int columns) const {
         for (int i = threadIdx.x; i < PIXELS; i += THREADS) {
-            int pixel = min(first + i, end - 1);  // past the end, repeat the last window; the copies are not used
+            int pixel = min(first + i, end - 1);  // past the end of the tile, repeat its last pixel's window
             corners[i] = (pixel / columns - row) * width + pixel % columns;
         }
         from += (image * (rows + TAPS - 1) + row) * width * BLOCK_BYTES;

@@ -233,7 +233,7 @@ def _programs(name: str, y: Tensor) -> int:
 
 
 def _tile_bytes(width: int) -> int:
-    """Return the bytes of the blocks that PIXELS output pixels can depend on, with ``width`` blocks in each row."""
+    """Return the maximum size in bytes of the blocks that PIXELS output pixels need, with ``width`` blocks per row."""
     more = Window.of(STEM[-1]).taps - 1
     columns = width - more
     rows = (columns + PIXELS - 2) // columns + 1  # the maximum number of rows that PIXELS output pixels span

@@ -192,7 +192,7 @@ def _uses(edges: Edges) -> dict[int, int]:
 
 
 def _is_direct(weight: Tensor) -> bool:
-    """Return whether autograd passes the gradient of ``weight`` on to parameters without reading its values."""
+    """Return whether autograd passes the gradient of ``weight`` on to parameters without reading that gradient."""
     return weight.is_leaf or type(weight.grad_fn).__name__ == "_JoinedKernelsBackward"
 
 

@@ -61,7 +61,7 @@ def describe(call: Call) -> str:
             "a CPU tensor, computed by torch's kernels: the compiled kernel needs a dense float32 batch with more than"
             " one value per channel"
         )
-    reason = "a CPU tensor; layers in training use the compiled kernel, or torch's kernel if that is as fast"
+    reason = "a CPU tensor; layers in training use the compiled kernel, or torch's kernel if that is faster"
     found = compiler.kernels()
     if found is not None and found.uncached is not None:
         reason += f"; the compiled kernel could not be cached: {found.uncached}"

@@ -51,7 +51,7 @@ enum { CENTER, SCALE, OFFSET, SLOPE, LEVEL, LINES };
 enum { INVSTD = SLOPE, LACK = LEVEL };
 
 enum {
-    RUN = 256,     // planes: a group has at least this many values per example, if there are enough channels
+    RUN = 256,     // planes: minimum number of values per example in a group, except in the last group
     WIDTH = 1024,  // maximum number of columns of a matrix, except for rows with more channels
     NARROW = 64,   // rows: minimum number of columns of a matrix
     ADDED = 256,   // planes: float32 sums are added to float64 sums after about this many matrix rows

@@ -156,8 +156,8 @@ def _half_relu(z: Tensor) -> Tensor:
 class HalfRelu(torch.autograd.Function):
     """Apply ReLU in place to float16 or bfloat16 by comparing bit patterns, without converting to float32.
 
-    The bit patterns are read as int16. Positive values and +0 are then nonnegative integers. Negative values are at
-    most the integer for -inf. NaNs are larger than that integer, so they are not mistaken for negative values.
+    The bit patterns are read as int16. Positive values and +0 are then nonnegative integers. Negative values and -0 are
+    integers up to that of -inf. NaNs are larger than that of -inf, so they are not mistaken for negative values.
     """
 
     @staticmethod

@@ -178,7 +178,7 @@ def _moves(running: Kept, channels: torch.Size) -> bool:
 def _normalize(call: Call, *, alone: bool = False) -> tuple[Tensor, Tensor]:
     """Return y and the statistics.
 
-    If ``alone``, the second result is undefined, and the caller must already have checked :func:`is_unseen`.
+    If ``alone``, only y is meaningful, and the caller must already have checked :func:`is_unseen`.
     """
     x, gamma, beta, eps, activation, residual, _, running, momentum = call
     if alone or is_unseen(x, gamma, beta, residual, *(running or ())):
@@ -197,14 +197,14 @@ def _normalize(call: Call, *, alone: bool = False) -> tuple[Tensor, Tensor]:
         y, stats, _ = torch.ops.batchnorm.fused_(x, gamma, beta, residual, *rest)
     if is_active():
         # Autograd's graph will refer to the lambda below, and `stats` refers to the graph. If the lambda referred to
-        # `stats`, this would be a reference cycle.
+        # `stats`, there would be a reference cycle.
         kept = stats.detach()
         remember(y, lambda x, residual: launch.recompute(x, residual, kept, activation), x, residual)
     return y, stats
 
 
 def _launch(call: Call, keep_bits: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Run the forward kernels, and update the averages unless a backward pass recomputes this forward pass."""
+    """Run the forward kernels, and update the averages unless this call is a recomputation in a backward pass."""
     running = call.running
     if running is not None:
         if is_recomputation():

@@ -157,7 +157,7 @@ def inference_pass(
 
     g = find_geometry(shape, stride)
     inner = 1 if g is None or g.nhwc else g.width  # how many adjacent elements share a channel
-    if g is None or g.channels * inner > 2**31 - BLOCK:  # C * inner + BLOCK must fit in the kernel's int32
+    if g is None or g.channels * inner > 2**31 - BLOCK:  # the kernel's int32 indices are less than C * inner + BLOCK
         return None
     strides = dense_strides(g, shape)
     programs = up(shape.numel(), BLOCK)

@@ -178,8 +178,8 @@ def _launch_resident(
 ) -> bool:
     """Launch a kernel of resident.cu, and return whether the device accepted the launch.
 
-    ``each`` has lists of one tensor per layer. ``shared`` has pairs of a tensor and its number of floats per channel;
-    such a tensor holds the floats of all layers, one layer after the other.
+    Each list in ``each`` has one tensor per layer. ``shared`` has pairs of a tensor and its number of floats per
+    channel; such a tensor holds the floats of all layers, one layer after the other.
     """
     x = each[0][0]
     assert x is not None

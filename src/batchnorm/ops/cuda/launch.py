@@ -86,8 +86,8 @@ def backward(
     way: Tiling | Residence | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return dx, dgamma, dbeta and, if ``residual_dtype`` is given, the residual's gradient."""
-    # The forward pass saves sign bits only if it added a residual. If `residual_dtype` is None, the residual's gradient
-    # is not needed, but the sign bits still are.
+    # The forward pass saves sign bits only if it added a residual. The bits are needed even if the residual's gradient
+    # is not, in which case `residual_dtype` is None.
     added = bits is not None or residual_dtype is not None
     g, strides, dense, r, tiling, launches, resident_room, room = pass_of(x, True, added, way)
     dx = torch.empty_like(x) if dense else x.new_empty_strided(x.shape, strides)

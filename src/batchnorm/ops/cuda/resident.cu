@@ -228,7 +228,7 @@ struct Shape {
     i64 x_stride, x_plane, y_stride, y_plane, dy_stride;
     int width;  // if units are vectors of a channel: the number of vectors of a channel in one example
     u32 magic, shift;  // turn a division by `width` into a multiplication: see magic_of in layout.py
-    int passing;  // whether the tensor is larger than the cache
+    int passing;  // whether the tensor is too large to stay in the L2 cache
 };
 
 // The arguments of one layer. Slices are numbered across all layers; `shape.slices` is the number of this layer's
@@ -278,8 +278,8 @@ struct Layers {
     }
 };
 
-// Stores a vector of an output. If the tensor is larger than the cache, the vector may be evicted early, because the
-// output would otherwise evict the input.
+// Stores a vector of an output. If the tensor is too large to stay in the L2 cache, the vector may be evicted early,
+// because the output would otherwise evict the input.
 __device__ __forceinline__ void put(char* to, const Vec& v, const Shape& s) {
     if (s.passing)
         store_through(to, v);
@@ -589,9 +589,10 @@ struct Running {
 
 // Updates the running averages. In the program of a slice's first part, each of the first W threads updates one
 // channel. The last warp to do so, over all slices of a layer, increments `batches`. But if the mean or variance of any
-// channel was not finite, this warp restores all averages and increments `skipped`. In the first thread of a warp, go()
-// returns the number of warps that are done, plus 1 << 16 for each of them that found a mean or variance that is not
-// finite. Only finish() reads this number, so the code before finish() does not wait for the atomic operation.
+// channel was not finite, this warp instead restores all averages and increments `skipped`. In the first thread of a
+// warp, go() returns the number of warps that are done, plus 1 << 16 for each of them that found a mean or variance
+// that is not finite. Only finish() reads this number, so the code before finish() does not wait for the atomic
+// operation.
 struct Move {
     float old_mean, old_var, factor;
 
@@ -861,8 +862,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
             if (RESIDUAL && bits) store_bits(bits + walk.of_bits(s, i), above);
         };
         if (ADDED) arrived<0>();
-        // Read the vectors that are not on chip again. Start with those that were read last, because they are most
-        // likely still in the cache.
+        // Reread the vectors that are not on chip. Start with those that were read last, because they are most likely
+        // still in the cache.
         i = streamed;
         for (; i >= UNROLL; i -= UNROLL) {
             Vec v[UNROLL], r[UNROLL];
@@ -903,7 +904,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
 
 #else  // ---- backward ----
 
-// Whether g' is read from the saved sign bits, because z includes a residual and cannot be recomputed from x alone.
+// Whether the activation's derivative is read from the saved sign bits: with a residual, it cannot be recomputed from
+// x alone.
 #define SIGNS (RESIDUAL && ACT != IDENTITY)
 #if LAYERS
 extern "C" __global__ void __launch_bounds__(THREADS, EACH) backward_layers(

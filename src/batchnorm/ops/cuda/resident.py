@@ -390,8 +390,8 @@ def prepared(
 
     The following arguments change from launch to launch:
 
-    - forward: the addresses of x, y, residual, bits, gamma, beta, stats, partial, words and the running averages, then
-      momentum, whether the average is cumulative, eps and slope.
+    - forward: the addresses of x, y, residual, bits, gamma, beta, stats, partial, words, the running mean, the running
+      variance and two batch counters, then momentum, whether the averages are cumulative, eps and slope.
     - backward: the addresses of dy, x, bits, stats, dx, dresidual, dgamma, dbeta, partial and words, then slope.
     """
     device = torch.device("cuda", index) if index >= 0 else torch.device("cpu")

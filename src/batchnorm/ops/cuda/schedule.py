@@ -54,9 +54,10 @@ class Tiling(NamedTuple):
 
     @property
     def tree(self) -> bool:
-        """Whether sums are merged in two steps: first the sums of up to 32 parts each, then the results.
+        """Whether sums are merged in two steps: first within groups of up to 32 parts, then across the groups.
 
-        In the "once" path, this has no effect up to MERGED_BY_ALL parts, because every program then merges all sums.
+        In the "once" path with up to MERGED_BY_ALL parts, the kernels ignore this property, and every program merges
+        all sums.
         """
         return self.parts > 32
 

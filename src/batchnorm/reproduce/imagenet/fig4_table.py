@@ -110,7 +110,7 @@ class Figure4(NamedTuple):
 
 
 def figure4(members: Sequence[MemberFiles], size: int) -> Figure4:
-    """Score the members with one crop and with many crops, alone and as an ensemble, from their files.
+    """Read the members' predictions, and score them alone and as an ensemble, with one crop and with many crops.
 
     Paper: Sec. 4.2.3; Fig. 4
     """

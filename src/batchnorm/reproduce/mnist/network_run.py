@@ -229,7 +229,7 @@ def finish(net: nn.Sequential, setting: Setting, data: MNIST) -> dict[str, Any]:
     """Return the test accuracy with running averages, with population statistics, and of the folded network.
 
     A network without batch normalization has only the first of these accuracies. In a network with batch normalization,
-    population statistics replace the running averages.
+    this function replaces the running averages with population statistics.
 
     Paper: Alg. 2, l. 7-12
     """

@@ -100,7 +100,7 @@ def train_bias(data: Digits, steps: int, rate: float, seed: int, *, through: boo
 
 
 class OutsideTheGradient(nn.Module):
-    """Normalize a batch as if its mean and standard deviation did not depend on the parameters.
+    """Normalize a batch by its mean and standard deviation, which the gradient treats as constants.
 
     With ``scale=False``, only the mean is subtracted.
 

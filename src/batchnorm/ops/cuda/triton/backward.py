@@ -94,8 +94,8 @@ def settle(
 ):  # fmt: skip
     """Store a part's sums; the last program to arrive adds up all sums and stores the gradients of gamma and beta.
 
-    With TREE, the sums of up to 32 parts each are added up first. ``word`` counts the parts or, with TREE, the groups
-    of parts whose sums have been stored.
+    With TREE, the sums of each group of up to 32 parts are added up first. ``word`` counts the parts or, with TREE, the
+    groups of parts whose sums have been stored.
     """
     store_part(partial, part, s1, s2, channel, C)
     if TREE:

@@ -147,7 +147,7 @@ def normalize_tile(
     tile, added, first, last, y, bits, strides, base, scale, offset, slope, piece, channel, shape,
     ACT: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Write a tile of y and, if ``bits`` is given, whether the activation's derivative is 1."""
+    """Write a tile of y and, if ``bits`` is given, one bit per value: whether the activation's derivative is 1."""
     exists = inside(first, last, channel, shape, FORM)
     at = offsets(first + tl.arange(0, FORM[1]), strides, channel, shape, FORM)
     z = tl.fma(tile.to(tl.float32) - base[None, :], scale[None, :], offset[None, :])
@@ -183,8 +183,8 @@ def normalize_part(
 
     ALONE means that one program processes a whole slice, without a barrier. LAST means that the last program to arrive
     merges the moments of all parts and writes ``stats`` for the other programs; without LAST, every program merges them
-    itself. TREE means that moments are merged in two steps: first those of up to 32 parts each (a twig), then those of
-    the twigs.
+    itself. TREE means that moments are merged in two steps: first those of each group of up to 32 parts (a twig), then
+    those of the twigs.
     """
     R: tl.constexpr = FORM[1]
     EACH: tl.constexpr = 1 if FORM[0] else FORM[2]

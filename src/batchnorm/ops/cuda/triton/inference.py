@@ -14,7 +14,10 @@ def normalize(
     x, y, residual, mean, var, gamma, beta, count, C, inner, eps, slope,
     ACT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write g(gamma (x - mean) / sqrt(var + eps) + beta + residual); the channel changes every ``inner`` elements."""
+    """Write g(gamma (x - mean) / sqrt(var + eps) + beta + residual) to y, where g is the activation.
+
+    The channel changes every ``inner`` elements.
+    """
     start = tl.program_id(0).to(tl.int64) * BLOCK
     element = tl.arange(0, BLOCK)
     exists = element < count - start

@@ -2,7 +2,7 @@
 
 A slice is a group of neighboring channels of one layer. Slices are numbered across all layers: layer 0 starts at slice
 0, layer 1 at slice ``first1``, and so on. If there are fewer than four layers, the absent layers start at slice
-``slices``, the number of all slices, so that no slice belongs to them. ``stats``, ``partial`` and ``words`` hold the
+``slices``, the total number of slices, so that no slice belongs to them. ``stats``, ``partial`` and ``words`` hold the
 numbers of all layers, one layer after the other. The argument ``piece`` of a function is the index of a slice.
 """
 
