@@ -3,6 +3,7 @@
 import ctypes
 import hashlib
 import os
+import re
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -18,7 +19,7 @@ extern "C" void run(unsigned programs, void** a) {{ launch(programs, [&] {{ {cal
 def call_of(file, name):
     """The kernel's call, its pointers by type as declared."""
     text = file.read_text()
-    declared = text[text.index(f" {name}(") :].split("(", 1)[1].split(") {", 1)[0]
+    declared = re.search(rf"__launch_bounds__\([^)]*\) {name}\((.*?)\) {{", text, re.DOTALL)[1]
     types = [" ".join(one.split()).rpartition(" ")[0] for one in declared.split(",")]
     return f"{name}({', '.join(f'argument<{t}>(a, {i})' for i, t in enumerate(types))})"
 

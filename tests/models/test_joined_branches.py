@@ -275,6 +275,11 @@ def test_a_module_that_was_changed_runs_as_drawn(launches, device, row):
     def with_a_plain_convolution(module):
         module.three[0] = module.three[0].conv
 
+    def with_a_wider_kernel(module):
+        conv = module.three[0].conv
+        wider = nn.Conv2d(conv.in_channels, conv.out_channels, 3, padding=1, bias=False, device=device)
+        module.three[0].conv = wider.to(memory_format=torch.channels_last)
+
     def with_other_windows(module):
         module.pool[0].kernel_size, module.pool[0].padding = 5, 2
 
@@ -292,6 +297,7 @@ def test_a_module_that_was_changed_runs_as_drawn(launches, device, row):
         lambda module: module.three.append(nn.Hardtanh(0, 0.1)),
         with_another_forward,
         with_a_plain_convolution,
+        with_a_wider_kernel,
         with_other_windows,
         with_a_pool_that_is_not_linear,
         without_averages,

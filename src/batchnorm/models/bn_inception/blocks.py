@@ -1,7 +1,7 @@
 """The building blocks of the appendix network: a convolution unit, the separable stem, an Inception module.
 
-A rearranged module merges or swaps linear maps to save time. Its result and its parameters are those of the paper's
-network, except for rounding. By default, modules are rearranged in training on a GPU. Inception modules are also
+A rearranged module merges or reorders operations to save time. Its parameters are those of the paper's network, and its
+result is the same up to rounding. By default, modules are rearranged in training on a GPU. Inception modules are also
 rearranged in evaluation on a GPU, if gradients are disabled and this library's kernels support every branch. A module
 that is not rearranged calls its children one after the other, so that functions such as ``fold`` see the paper's
 network. Set a module's ``rearrange`` attribute to True or False to override the default.
@@ -68,7 +68,7 @@ class InceptionRow(NamedTuple):
         return self.one + self.three + self.double33 + (self.projection or inputs)
 
     def times(self, width: float) -> InceptionRow:
-        """Return the row with all filter counts multiplied by ``width`` and rounded."""
+        """Return the row with all filter counts multiplied by ``width`` and rounded, as by :func:`scaled`."""
         one, reduce3, three, reduce33, double33 = (scaled(n, width) for n in self[2:7])
         projection = scaled(self.projection, width)
         return InceptionRow(self.name, self.stride, one, reduce3, three, reduce33, double33, self.pool, projection)
@@ -82,9 +82,9 @@ def scaled(filters: int, width: float) -> int:
 class Unit(nn.Sequential):
     """Apply a convolution, and then either batch normalization fused with the nonlinearity or the nonlinearity alone.
 
-    On a GPU, a rearranged unit without batch normalization adds the bias and applies the nonlinearity in one kernel.
-    In a :class:`~batchnorm.models.bn_inception.network.Network`, the batch normalization of a rearranged unit and a max
-    pool that follows the unit are computed together if possible.
+    A rearranged unit without batch normalization adds the bias and applies the nonlinearity in one kernel, if its
+    output is a channels-last tensor on a GPU. In a :class:`~batchnorm.models.bn_inception.network.Network`, the batch
+    normalization of a rearranged unit and a max pool that follows the unit are computed together if possible.
 
     Paper: Sec. 3.2, z = g(BN(Wu)); z = g(Wu + b)
     """
@@ -111,7 +111,10 @@ class Unit(nn.Sequential):
         return convolve(x, cast(Tensor, conv.weight), conv.stride, conv.padding)
 
     def finish(self, product: Tensor) -> Tensor:
-        """Add the convolution's bias, if any, to ``product``, and apply the modules that follow the convolution."""
+        """Apply what follows the convolution: its bias, if any, and the unit's other modules.
+
+        ``product`` is the convolution's output without the bias.
+        """
         bias = self.conv.bias
         if bias is not None:
             if self._is_plain() and not torch.compiler.is_compiling() and takes(product):
@@ -140,12 +143,12 @@ class Unit(nn.Sequential):
     def joins(self) -> bool:
         """Return whether the unit's convolution can be merged with other convolutions of the same input.
 
-        The convolution must be an ``nn.Conv2d`` of stride 1 without groups, and the unit and the convolution must have
-        no hooks.
+        The convolution must be a 1x1 ``nn.Conv2d`` without stride, padding or groups. The unit and the convolution must
+        have no hooks and no patched ``forward``.
         """
         conv = self[0]
-        plain = type(conv) is nn.Conv2d and conv.groups == 1 and conv.stride == (1, 1)
-        return plain and is_quiet(self) and is_quiet(conv)
+        plain = type(conv) is nn.Conv2d and conv.groups == 1 and conv.kernel_size == conv.stride == (1, 1)
+        return plain and conv.padding == (0, 0) and is_quiet(self) and is_quiet(conv)
 
     def _is_plain(self) -> bool:
         """Return whether the unit is a convolution with a bias, followed by a nonlinearity, both without hooks."""
@@ -248,7 +251,7 @@ class InceptionModule(nn.Module):
     If this library's kernels support every branch, the branches write directly to their channels of the module's
     output, and in training several branches are normalized together. In evaluation on a GPU with gradients disabled,
     the module is rearranged only if the kernels support every branch. If the attribute ``side_by_side`` is True, a
-    rearranged module runs convolutions of different branches at the same time, on two CUDA streams.
+    rearranged module runs parts of different branches at the same time, on two CUDA streams.
 
     Args:
         inputs: the number of input channels.
@@ -305,7 +308,7 @@ class InceptionModule(nn.Module):
         lengths = [len(b) if type(b) is nn.Sequential else 0 for b in (self.three, self.double33, self.pool)]
         if lengths[:2] != [2, 3] or lengths[2] not in (1, 2):
             return False
-        # Average pooling can be swapped with the projection because it is linear; other pools may not be.
+        # Average pooling can be swapped with the projection because it is linear. Other pools may be nonlinear.
         if self.projects_first and not isinstance(self.pool[0], nn.AvgPool2d):
             return False
         units = [*self.three, *self.double33, *list(self.pool)[1:], *([] if self.one is None else [self.one])]
@@ -358,7 +361,7 @@ class InceptionModule(nn.Module):
         if any(unit.conv.bias is not None for unit in units.values()):
             return False
         autocast = torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) != x.dtype
-        several = x.numel() > x.shape[1] * stride**2  # ensures that each output channel has more than one value
+        several = x.numel() > x.shape[1] * stride**2  # if True, each output channel has more than one value
         return several and not autocast and all(map(is_quiet, (*used, *layers))) and can_join(layers, x)
 
     def _ends(self) -> tuple[Unit, Unit]:
@@ -412,7 +415,8 @@ class InceptionModule(nn.Module):
 def both(first: Callable[[], _A], second: Callable[[], _B]) -> tuple[_A, _B]:
     """Call two functions on two CUDA streams, so that their kernels can overlap in the forward and the backward pass.
 
-    Tensors that both streams use need no ``record_stream``: the streams wait for each other before and after the calls.
+    Tensors that both streams use need no ``record_stream``. Before the calls, the second stream waits for the current
+    stream; after the calls, the current stream waits for the second stream.
     """
     main, side = torch.cuda.current_stream(), _side_stream()
     side.wait_stream(main)
