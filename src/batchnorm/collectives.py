@@ -26,7 +26,7 @@ def gather_moments(local: Moments, group: distributed.ProcessGroup | None = None
     """Stack the moments of all ranks along a new first dimension.
 
     The forward pass and the backward pass run one all-reduce each. A rank without samples takes part with count 0.
-    Gradients flow back across ranks, so each rank gets the derivative of the sum of all losses.
+    Gradients flow back across ranks, so each rank gets the derivative of the sum of all ranks' losses.
     """
     flat = torch.cat([local.count.reshape(1), local.mean.flatten(), local.var.flatten()])
     rows: Tensor = _Gather.apply(flat, group)  # type: ignore[no-untyped-call]
@@ -53,7 +53,10 @@ def gather_objects(value: Any, group: distributed.ProcessGroup | None = None) ->
 
 
 def check_same_features(features: tuple[int, ...], name: str, group: distributed.ProcessGroup | None = None) -> None:
-    """Raise RuntimeError on every rank if the ranks call different layers: merging would hang, or mix up statistics."""
+    """Raise RuntimeError on every rank if the ranks call different layers.
+
+    Otherwise, merging would hang, or mix up the statistics of different layers.
+    """
     rows = gather_objects((features, name), group)
     if any(row != rows[0] for row in rows):
         seen = "; ".join(f"rank {rank} calls {layer} with features {shape}" for rank, (shape, layer) in enumerate(rows))
@@ -64,7 +67,7 @@ def check_same_features(features: tuple[int, ...], name: str, group: distributed
 
 
 class _Gather(torch.autograd.Function):
-    """Stack one row per rank; the backward pass sums each row's gradient over the ranks."""
+    """Stack one row per rank; the backward pass sums the gradient of each rank's row over all ranks."""
 
     @staticmethod
     def forward(ctx: Any, flat: Tensor, group: distributed.ProcessGroup | None) -> Tensor:

@@ -1,8 +1,8 @@
 """``torch.compile(net, backend="batchnorm")``: fused batch normalization for networks of plain ``torch.nn`` layers.
 
-Dynamo's graph calls ``F.batch_norm``. In training mode, each call that the fused kernels support is replaced with a
-call to this library, which also computes the sum and the activation that follow, if any. Inductor compiles the changed
-graph. In evaluation mode, batch normalization is elementwise, and Inductor fuses it without help.
+Dynamo's graph calls ``F.batch_norm``. In training mode, calls that the fused kernels support are replaced with calls to
+this library. Such a call also computes the sum and the activation that follow, if they can be fused. Inductor compiles
+the changed graph. In evaluation mode, batch normalization is elementwise, and Inductor fuses it without help.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .graph.patterns import Match, Matcher
 
 log = logging.getLogger(__name__)
 
-# The positional arguments of each function, by the names that F.batch_norm gives them.
+# The names of each function's positional arguments, in order. For both functions, the names are those of F.batch_norm.
 PARAMETERS: dict[Any, tuple[str, ...]] = {
     F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
     torch.batch_norm: ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps"),
@@ -54,7 +54,7 @@ def compile_graph(
         inputs: the example inputs that Dynamo passes.
         mode: as for ``torch.compile``: "reduce-overhead", "max-autotune", ...
         options: Inductor's options, as for ``torch.compile``.
-        inner: the backend that compiles the changed graph, or the backend's name; only Inductor takes ``mode`` and
+        inner: the backend that compiles the changed graph, or the backend's name; only Inductor uses ``mode`` and
             ``options``.
         everywhere: also replace calls that the fused kernels do not support, such as calls on a CPU; such calls do
             not become faster.
@@ -81,9 +81,9 @@ compile_graph.reset = _reset  # type: ignore[attr-defined]  # torch._dynamo.rese
 def fuse_(module: fx.GraphModule, *, everywhere: bool = False) -> int:
     """Fuse the batch normalizations in a Dynamo graph, in place, and return how many were fused.
 
-    The bodies of activation checkpoints are fused too, but the result does not count them. With
-    ``TORCH_LOGS=batchnorm.dynamo``, the numbers are logged. ``torch._dynamo.utils.counters["batchnorm"]`` has the
-    totals over all graphs.
+    Batch normalizations inside activation checkpoints are fused too, but are not counted in the result. With
+    ``TORCH_LOGS=batchnorm.dynamo``, the counts of each graph are logged. ``torch._dynamo.utils.counters["batchnorm"]``
+    has the totals over all graphs.
     """
     for node in list(module.graph.nodes):
         if node.target is torch.ops.higher_order.tag_activation_checkpoint:
@@ -116,14 +116,20 @@ def fuse_(module: fx.GraphModule, *, everywhere: bool = False) -> int:
 def normalize_batch(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, residual: Tensor | None, eps: float, name: str, slope: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return g(BN(x) + residual), the mean and the unbiased variance; AOTAutograd traces this function."""
+    """Return g(BN(x) + residual), the batch's mean and its unbiased variance.
+
+    g is the activation with the given name and slope. AOTAutograd traces this function.
+    """
     y, moments = ops.batch_norm(x, weight, bias, eps, activation=ops.Activation(name, slope), residual=residual)
     m = x.numel() / x.shape[1]
     return y, moments.mean.detach(), moments.var.detach() * (m / (m - 1))
 
 
 def move_averages_(averages: list[Tensor], moments: list[Tensor], momentum: float) -> None:
-    """Update all running averages at once by torch's rule; Inductor compiles this update to one kernel."""
+    """Set each running average to (1 - momentum) * average + momentum * moment.
+
+    One call updates many averages, so that Inductor can compile the updates to one kernel.
+    """
     with torch.no_grad():
         old = [average.to(moment.dtype) for average, moment in zip(averages, moments, strict=True)]
         new = torch._foreach_add(torch._foreach_mul(old, 1 - momentum), torch._foreach_mul(moments, momentum))
@@ -144,7 +150,8 @@ def _fusable(graph: fx.Graph, calls: list[fx.Node], everywhere: bool) -> dict[fx
         log.info("batch normalization inside a torch.func transform is left alone")
         return {}
     norms = dict.fromkeys(node for node in calls if _is_plain(node, everywhere))
-    # The running averages will be updated at the end of the graph, so leave out calls whose averages other nodes use.
+    # The running averages will be updated at the end of the graph. So leave out calls whose averages are also used by
+    # nodes that are not replaced.
     while others := [node for node in norms if any(user not in norms for a in _averages(node) for user in a.users)]:
         for node in others:
             del norms[node]
@@ -181,12 +188,12 @@ def _fits(norm: fx.Node, residual: fx.Node) -> bool:
 
 
 def _is_known_equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
-    """Return whether sizes are known to be equal, without adding guards on symbolic sizes."""
+    """Return whether two tuples of sizes or strides are known to be equal, without adding guards on symbolic sizes."""
     return len(a) == len(b) and all(statically_known_true(p == q) for p, q in zip(a, b, strict=True))
 
 
 def _value(node: Any) -> Any:
-    """Return the fake tensor, or number, that Dynamo computed for a node."""
+    """Return the example value, such as a fake tensor, that Dynamo computed for a node, or None if there is none."""
     return node.meta.get("example_value") if isinstance(node, fx.Node) else None
 
 
@@ -216,7 +223,10 @@ def _replace(graph: fx.Graph, matches: list[Match]) -> None:
 
 @contextmanager
 def _compiling() -> Iterator[None]:
-    """Make ``torch.compiler.is_compiling()`` true while AOTAutograd runs the graph; torch 2.13 does so itself."""
+    """Make ``torch.compiler.is_compiling()`` true inside the block, in which AOTAutograd runs the graph.
+
+    torch 2.13 does this itself.
+    """
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
     try:
@@ -227,6 +237,6 @@ def _compiling() -> Iterator[None]:
 
 @cache
 def _digest() -> str:
-    """Return a digest of the code that a graph calls, for the key of torch's compile cache."""
+    """Return a digest of the Python code that a fused graph calls, for the key of torch's compile cache."""
     files = sorted([Path(__file__), *Path(ops.__file__).parent.rglob("*.py")])
     return sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

@@ -53,7 +53,7 @@ def at_least(least: float, /, **options: object) -> None:
 
 
 def above(bound: float, /, **options: object) -> None:
-    """Check options like :func:`at_least`, but require numbers above ``bound``.
+    """Check options as :func:`at_least` does, but require numbers above ``bound``.
 
     >>> above(0, rate=float("nan"))
     Traceback (most recent call last):
@@ -64,7 +64,7 @@ def above(bound: float, /, **options: object) -> None:
 
 
 def between(least: float, most: float, /, **options: object) -> None:
-    """Check options like :func:`at_least`, but require numbers from ``least`` to ``most``.
+    """Check options as :func:`at_least` does, but require numbers from ``least`` to ``most``.
 
     >>> between(0, SEED_MAX, seed=-1)
     Traceback (most recent call last):

@@ -34,7 +34,7 @@ class StopSignal:
     requested = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal; Ctrl-C after an earlier signal interrupts at once."""
+        """Handle a signal; Ctrl-C after an earlier signal raises KeyboardInterrupt at once."""
         if self.requested and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.requested = True
@@ -90,7 +90,8 @@ class Job(Protocol):
 def run_side_by_side(waiting: Sequence[Job], *, jobs: int, minutes: float | None = None) -> bool:
     """Start the jobs in order and run up to ``jobs`` of them at a time; return whether all are finished.
 
-    On Ctrl-C, on SIGTERM or after ``minutes``, every job saves its state and stops; the same call resumes the jobs.
+    On Ctrl-C, on SIGTERM or after ``minutes``, every running job saves its state and stops, and no further job starts.
+    A later call with the same jobs resumes them.
 
     Raises:
         JobsFailedError: after all jobs have ended, if some failed; the message has their names and the ends of their
@@ -159,7 +160,7 @@ class _Running:
         if not self.path.exists():
             return []
         with self.path.open("rb") as file:
-            # The file may have become shorter, because a resumed run removes the records after its checkpoint.
+            # The file may have become shorter, because a resumed run removes the records written after its checkpoint.
             self.position = min(self.position, file.seek(0, 2))
             file.seek(self.position)
             new = file.read()
@@ -186,7 +187,10 @@ def _do(job: Job) -> None:
 
 @contextmanager
 def _own(folder: Path) -> Iterator[int]:
-    """Open and lock the job's log, so that no other process runs a job in this folder."""
+    """Open and lock the job's log, so that no other process runs a job in this folder.
+
+    If another process has locked the log, exit with the status FAILED.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "log.txt").open("a") as log:
         try:

@@ -5,8 +5,8 @@
             E[x]   <-  E_B[mu_B]
             Var[x] <-  m/(m-1) E_B[sigma_B^2]
 
-:func:`population_statistics` computes this formula. :func:`estimate_` runs the network on the mini-batches and applies
-the formula to each of the K layers.
+With rule "paper", :func:`population_statistics` computes this formula. :func:`estimate_` runs the network on the
+mini-batches and computes the statistics for each batch normalization layer.
 """
 
 from __future__ import annotations
@@ -73,18 +73,22 @@ def estimate_(
 ) -> Population:
     """Replace the running statistics of a network with population statistics over mini-batches, in place.
 
-    Rule "paper": E[x] = E_B[mu_B] and Var[x] = m/(m-1) E_B[sigma_B^2]; for batches of unequal size m, means are
-    weighted by m and Var[x] = sum(m sigma_B^2) / sum(m - 1). In convolutional layers, m counts locations too.
-    Rule "pooled": the mean and variance of all N samples together; the variance divides by N, not by N - 1.
+    Rule "paper": E[x] = E_B[mu_B] and Var[x] = m/(m-1) E_B[sigma_B^2]. If the batches differ in size m, each batch is
+    weighted by its m, and Var[x] = sum(m sigma_B^2) / sum(m - 1). In convolutional layers, m counts locations too.
+    Rule "pooled": the mean and variance of all N samples together, where the variance is the biased one (divided by N,
+    not by N - 1).
 
-    All layers except batch normalization run in evaluation mode, so dropout, for example, is off. Frozen layers (frozen
-    by ``freeze_``, or in evaluation mode inside a network in training mode) keep their statistics and normalize by
-    them. The statistics of ``F.batch_norm`` calls outside batch normalization layers are not estimated; the report
-    lists these calls. Each estimated layer's ``num_batches_tracked`` is set to the number of averaged batches. Nothing
-    else in the network changes, and nothing changes at all if an exception is raised. Call ``estimate_`` once after
-    averaging weights (EMA, SWA), because a network with averaged weights has different statistics. In a distributed
-    run, every rank calls ``estimate_`` on its own batches, and every rank gets the statistics of all batches. With
-    synchronized layers and ``upstream="batch"``, ranks need the same number of batches.
+    All layers except batch normalization run in evaluation mode, so dropout, for example, is off. Batch normalization
+    layers that are frozen (by ``freeze_``, or because they are in evaluation mode inside a network in training mode)
+    keep their statistics and normalize by them. The statistics of ``F.batch_norm`` calls outside batch normalization
+    layers are not estimated; the report lists these calls. Each estimated layer's ``num_batches_tracked`` is set to the
+    number of averaged batches. Nothing else in the network changes, and nothing changes at all if an exception is
+    raised. Call ``estimate_`` once after averaging weights (EMA, SWA), because a network with averaged weights has
+    different statistics.
+
+    In a distributed run, every rank calls ``estimate_`` on its own batches, and every rank gets the statistics of all
+    batches. If the network has synchronized layers, all ranks need the same number of batches. With
+    ``upstream="population"``, this is needed only if a synchronized layer is called several times.
 
     Args:
         net: any network with batch normalization layers of this library or of ``torch.nn``.
@@ -99,12 +103,12 @@ def estimate_(
         forward: a function of the network and a batch that calls the network, for batches of any other type.
 
     Raises:
-        ValueError: if ``rule`` or ``upstream`` is unknown; if there are no layers or no batches; if ``batches`` is a
-            bare tensor, or an iterator (with ``upstream="population"``); if a batch has only one value per feature
-            (with ``upstream="population"``, only if the variance is then undefined); if a moment is not finite; if
-            ranks with synchronized layers have different numbers of batches (with ``upstream="batch"``); if the
-            network's code calls a layer's ``forward`` method instead of the layer; or if a layer has its own forward
-            that never calls ``F.batch_norm`` or the forward of its base class.
+        ValueError: if ``rule`` or ``upstream`` is unknown; if there are no layers to estimate or no batches; if
+            ``batches`` is a bare tensor, or an iterator (with ``upstream="population"``); if a batch has only one value
+            per feature (with ``upstream="population"``, only if the variance is then undefined); if a moment is not
+            finite; if synchronized layers need the same number of batches on all ranks, but the numbers differ; if the
+            network's code was found to call a layer's ``forward`` method instead of the layer; or if a layer has its
+            own forward that never calls ``F.batch_norm`` or the forward of its base class.
         TypeError: if the network cannot be called on the batches; pass ``forward=`` to say how to call it.
 
     >>> net = nn.Sequential(nn.BatchNorm1d(1))
@@ -181,7 +185,11 @@ def _layers_to_estimate(net: nn.Module) -> tuple[Layers, list[Site]]:
 def _by_depth(
     net: nn.Module, layers: Layers, batches: Iterable[Any], forward: network_call.Forward | None
 ) -> list[Layers]:
-    """Group the layers into passes, so that each layer is in a later pass than the layers that its inputs depend on."""
+    """Group the layers into passes, so that each layer is in a later pass than the layers that its inputs depend on.
+
+    If a layer is shared, that is, called several times, another layer and the shared layer can depend on each other.
+    In this case, the other layer does not wait for the shared layer.
+    """
     if iter(batches) is batches:
         raise ValueError(
             "upstream='population' reads the batches several times; give a list or a DataLoader, not an iterator"
@@ -201,7 +209,7 @@ def _by_depth(
             found.add(call.module)
     shared = {m for m in above if len(graph.calls_of(m)) > 1}
     for m in shared:
-        m.training = True  # a layer that is called several times uses batch statistics until its own are estimated
+        m.training = True  # a shared layer uses batch statistics until its population statistics are estimated
     # The transitive closure of `above`: a layer that depends on a shared layer also depends on every layer before any
     # call of that shared layer.
     depends = {m: set(found) for m, found in above.items()}
@@ -209,7 +217,7 @@ def _by_depth(
         for found in depends.values():
             if middle in found:
                 found |= depends[middle]
-    # A layer `m` does not wait for a shared layer `n` that depends on `m`, because the two would wait for each other.
+    # A layer `m` does not wait for a shared layer `n` that depends on `m`; otherwise, each would wait for the other.
     sorter = TopologicalSorter(
         {m: {n for n in above[m] - {m} if n not in shared or m not in depends[n]} for m in above}
     )
@@ -269,9 +277,10 @@ class _Observer:
     """Accumulate the moments of each call of a layer.
 
     A layer of a ``KNOWN`` class in training mode computes the moments itself: with momentum 1, its buffers hold the
-    batch's mean and unbiased variance after the call. For other layers, and if ``direct`` is true, the observer
-    computes the moments. A layer with its own forward may change its input before normalizing it, so for such a
-    layer the observer records what the layer passes to ``F.batch_norm`` or to ``BatchNorm.forward``.
+    batch's mean and unbiased variance after the call. The observer computes the moments of other layers. It also
+    computes them if ``direct`` is true, or if the layer has half-precision buffers, no batch counter, its own forward
+    or a ``statistics`` object such as ``Sync()``. A layer with its own forward may change its input before normalizing
+    it, so for such a layer the observer records what the layer passes to ``F.batch_norm`` or to ``BatchNorm.forward``.
     """
 
     def __init__(self, layer: TorchBatchNorm, path: str, rule: Rule, *, direct: bool) -> None:
@@ -284,7 +293,7 @@ class _Observer:
         self.direct = direct or type(layer) not in KNOWN or narrow or own or uncounted or self.own_forward
         self._moments = MomentAccumulator(unbiased=not self.direct)
         self._called = False
-        self._counted: Tensor | int = 0  # what num_batches_tracked should be if every call of the layer was observed
+        self._counted: Tensor | int = 0  # the value that num_batches_tracked has if every call was observed
         self._m: Tensor | int = 0
 
     @contextmanager
@@ -294,7 +303,7 @@ class _Observer:
         with ExitStack() as stack:
             stack.enter_context(layer.register_forward_pre_hook(self._before, with_kwargs=True))
             if not self.direct:
-                # Let the layer count from 0, because `averages` compares its count with the number of observed calls.
+                # Let num_batches_tracked start at 0, because `averages` compares it with the number of observed calls.
                 layer._buffers["num_batches_tracked"] = torch.zeros_like(layer.num_batches_tracked)  # type: ignore[arg-type]
                 layer.momentum = 1.0
                 stack.enter_context(layer.register_forward_hook(self._after))
@@ -390,11 +399,11 @@ class _Observer:
 
 
 class _FunctionalCalls(TorchFunctionMode):
-    """While active, list the calls of ``F.batch_norm`` outside batch normalization layers.
+    """While active, list the calls of ``F.batch_norm`` or another of ``FUNCTIONS`` outside batch normalization layers.
 
-    Their statistics cannot be estimated, because only the code that calls ``F.batch_norm`` knows whether the call
-    should use the batch's statistics. If a layer in ``observers`` calls ``F.batch_norm``, the layer's observer records
-    the input.
+    The statistics of such calls cannot be estimated, because only the code that calls ``F.batch_norm`` knows whether
+    the call should use the batch's statistics. If a layer in ``observers`` calls ``F.batch_norm``, the layer's observer
+    records the input.
     """
 
     def __init__(self, net: nn.Module) -> None:
@@ -424,7 +433,7 @@ class _FunctionalCalls(TorchFunctionMode):
 
 
 def _running_module() -> nn.Module | None:
-    """Return the innermost module with a method on the call stack, or None if there is none."""
+    """Return the nn.Module whose method is the innermost one on the call stack, or None if there is none."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         owner = frame.f_locals.get("self")

@@ -41,7 +41,7 @@ class ChildProcess:
 
     @property
     def exit_status(self) -> int | None:
-        """The exit status; -n if signal n killed the process, and None while the process runs."""
+        """The exit status, -n if signal n killed the process, or None while the process runs."""
         return self._process.exitcode
 
     def signal(self, name: str) -> None:
@@ -55,7 +55,8 @@ class ChildProcess:
 def _ignoring_ctrl_c() -> Iterator[None]:
     """Let processes that start in the block ignore Ctrl-C until they set a handler.
 
-    Otherwise, Ctrl-C would print a traceback from each process that is still importing torch.
+    Otherwise, Ctrl-C would print a traceback from each process that is still importing torch. Only the main thread can
+    do this; in other threads, nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -70,7 +71,7 @@ def _ignoring_ctrl_c() -> Iterator[None]:
 class Remote(ChildProcess):
     """Build an object with ``make(*args)`` in a new process, and call its methods there.
 
-    The constructor does not wait for the object; :meth:`result` does. Call :meth:`close` at the end.
+    The constructor does not wait until the object is built; :meth:`result` does. Call :meth:`close` at the end.
     """
 
     def __init__(self, make: Work, *args: Any) -> None:
@@ -78,8 +79,9 @@ class Remote(ChildProcess):
         super().__init__(_serve, theirs, make, args)
         theirs.close()
         self._busy = True
-        # At exit, Python waits for its child processes, and would wait forever for this one. So close it first. Do not
-        # use atexit: if this process is itself a child, its atexit functions run only after the wait.
+        # At exit, Python waits for its child processes, and would wait forever for this child. So close the child
+        # first. Do not use atexit: if the current process is itself a child, its atexit functions run only after that
+        # wait.
         self._at_exit = Finalize(None, self.close, exitpriority=0)
 
     def call(self, method: str, *args: Any) -> Any:
@@ -93,11 +95,13 @@ class Remote(ChildProcess):
         self._busy = True
 
     def result(self) -> Any:
-        """Wait for the started call and return its result; the first time, wait until the object is built.
+        """Wait for the started call and return its result.
+
+        The first call of this method waits until the object is built, and returns None.
 
         Raises:
-            RuntimeError: if the process died.
-            Exception: if the call raised one; the other process's traceback is added as a note.
+            RuntimeError: if the process died, or if the call raised an exception that cannot be pickled.
+            Exception: the exception that the call raised, with the other process's traceback as a note.
         """
         try:
             error, result = self.pipe.recv()
@@ -171,7 +175,7 @@ def workers(processes: int, *, threads: int | None = None, device_turns: bool = 
 
     Args:
         processes: how many processes to start; 0 runs the jobs in this process, one after the other.
-        threads: the number of torch threads in each process.
+        threads: the number of torch threads in each process; None means torch's default.
         device_turns: whether the processes share a lock for :func:`device_turn`.
     """
     if not processes:
@@ -243,7 +247,8 @@ class _Caller:
 def map_on_cores(work: Callable[[Given], Result], jobs: Sequence[Given], processes: int | None = None) -> list[Result]:
     """Return ``[work(job) for job in jobs]``, computed by several processes with one thread each.
 
-    By default there is one process per core; with ``processes=1`` the jobs run in this process.
+    By default, there is one process per core, but never more processes than jobs. A single job, or ``processes=1``,
+    runs in the current process.
     """
     processes = min(processes or os.cpu_count() or 1, len(jobs))
     results: dict[int, Result] = {}

@@ -28,13 +28,13 @@ from .network_copy import (
 Make = Callable[[nn.Module, Any], nn.Module]
 
 AMPLIFICATION = 20.0
-"""Errors are accepted up to this many times the error that rounding the original's weights causes."""
+"""The new network's errors are accepted up to this many times the error caused by rounding the original's weights."""
 TRIALS = 3
 """The maximum number of times that the effect of rounding the weights is measured; once is usually enough."""
 EXACT = 1e-6
 """The largest relative error accepted in float64 without measuring how much the network amplifies rounding."""
 TINY = 1e-12
-"""The relative change of the weights that simulates rounding, if the new network's float64 weights are exact."""
+"""The relative change of the weights that simulates rounding if the new network's float64 weights are not rounded."""
 
 
 class DifferenceError(ValueError):
@@ -56,18 +56,22 @@ def verify(
 ) -> float:
     """Return the relative error of a changed network on an example, or raise ValueError if the error is too large.
 
-    The outputs are compared, and so are the tensors that a forward pass stores on modules. If ``tolerance`` is None and
-    the error is larger than rounding explains in a shallow network, the networks are compared again in float64. In
-    float64, only the rounding of the new network's weights matters. There is no such rounding if
-    ``same_weights`` is true, or if ``make`` can build the network with float64 weights. To measure how much rounding
-    can change the output, the weights of the original are changed by as much as rounding would change them. A network
-    that does not run in float64 is compared in its own precision.
+    A forward pass may also create or change buffers, and tensors in other attributes of modules. They are compared like
+    the outputs, but the returned error does not include the errors of buffers.
+
+    If ``tolerance`` is None and the error is finite but larger than rounding explains in a shallow network, the
+    networks are compared again in float64. In float64, only the rounding of the new network's weights matters. There is
+    no such rounding if ``same_weights`` is true, or if ``make`` can build the network with float64 weights. If the
+    error in float64 is still too large, the weights and buffers of a copy of the original are changed by as much as
+    rounding would change them, to measure how much rounding can change the output. A network that does not run in
+    float64 is compared in its own precision.
 
     Args:
         old, new, example: the original, the changed network and a batch.
         forward: a function of a network and a batch that calls the network; see :func:`batchnorm.network_call.call`.
         what: the name of the new network in error messages.
-        advice: a sentence for the error message that says what to do about a difference.
+        advice: a sentence that says what to do about a difference. The error message ends with this sentence, unless
+            the original's own results vary from run to run.
         training: whether to compare in training mode.
         same_weights: whether the new network has the original's weights, so that no rounding remains in float64.
         make: a function that makes the new network from an original and an example.
@@ -75,7 +79,7 @@ def verify(
 
     Raises:
         ValueError: if the error is too large, if the outputs differ in structure, type or shape, if there is nothing
-            to compare, or if a network cannot be copied.
+            to compare, if a network cannot be copied, or if a copy still uses a part of the original.
         TypeError: if a network is a wrapper (compiled or parallel), or cannot be called on the example.
     """
     run = _CopyRunner(example, forward, training)
@@ -108,7 +112,10 @@ def rounding(net: nn.Module, example: Any) -> float:
 
 @dataclass(frozen=True)
 class _Seen:
-    """Hold the output of a forward pass, and the tensors that it stored on modules, by path."""
+    """Hold the output of a forward pass, and two dicts of the tensors that the pass created or changed, by path.
+
+    ``kept`` has the tensors in plain attributes of modules, and ``buffers`` has the buffers.
+    """
 
     output: Any
     kept: dict[str, Tensor]
@@ -126,10 +133,10 @@ class _CopyRunner:
     def __call__(
         self, net: nn.Module, *, double: bool = False, seed: int | None = None, change: float | None = None
     ) -> _Seen:
-        """Run a copy of the network, in float64 if ``double``.
+        """Run a copy of the network, in float64 if ``double``, and return its results.
 
         With a ``seed``, the copy's weights and buffers are first changed at random. The relative size of these changes
-        is ``change`` or, by default, one rounding step of the original dtype.
+        is ``change`` or, by default, one rounding step of each tensor's original dtype.
         """
         twin = private_copy(net).train(self.training)
         steps = {name: change or _step(t) for name, t in _floating(twin)}
@@ -176,7 +183,10 @@ def _is_rounding(
 
 
 def _made_in_double(old: nn.Module, new: nn.Module, example: Any, make: Make) -> nn.Module | None:
-    """Make a float64 version of ``new``; return None if that fails or the weights differ by more than rounding."""
+    """Return a float64 version of ``new`` that ``make`` builds from a float64 copy of ``old``.
+
+    Return None if that fails, or if the weights of the two versions differ by more than rounding.
+    """
     try:
         twin = private_copy(old)
         _to_double_(twin)
@@ -214,11 +224,11 @@ def _restlessness(run: _CopyRunner, net: nn.Module, was: _Seen) -> str:
 
 
 def _errors(new: _Seen, old: _Seen) -> dict[str, float]:
-    """Return the relative errors by path.
+    """Return the relative errors of the new results, by path.
 
     Raises:
         DifferenceError: if the outputs differ in structure, types or shapes, or if the new network does not store a
-            tensor that the old one stores.
+            tensor in an attribute where the old network does, or stores one with another shape or dtype.
     """
     found = {path: _error(path, a, b) for path, a, b in _pairs(new.output, old.output)}
     for path, t in old.kept.items():
@@ -290,17 +300,17 @@ def _as_tensor(item: Any) -> Tensor | None:
 
 
 def _numbers(output: Any) -> list[Tensor]:
-    # Ignore integers: they are usually lengths and counts, not results.
+    # Ignore Python integers: they are usually lengths and counts, not results.
     found = (_as_tensor(item) for _, item in network_call.walk([("", output)]) if not isinstance(item, int))
     return [t for t in found if t is not None]
 
 
 def _attributes(net: nn.Module) -> dict[str, Any]:
-    """Return the tensors and arrays in plain attributes of the user's modules, by path."""
+    """Return the tensors and arrays in modules' attributes other than parameters and buffers, by path."""
     roots = [
         (f"{path}.{name}" if path else name, item)
         for path, module in net.named_modules()
-        # Skip modules of torch, whose attributes are not results: weight_norm, for example, stores weights there.
+        # Skip torch's modules, whose attributes are not results: weight_norm, for example, stores weights in them.
         if not type(module).__module__.startswith("torch.")
         for name, item in plain_attributes(module)
     ]
@@ -333,7 +343,7 @@ def _to_double_(net: nn.Module) -> None:
 
 
 def _nudge_(net: nn.Module, steps: dict[str, float], seed: int) -> None:
-    """Multiply each number by 1 + step or 1 - step, at random."""
+    """Multiply each number in the floating-point weights and buffers by 1 + step or 1 - step, at random."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, t in _floating(net):
@@ -343,7 +353,10 @@ def _nudge_(net: nn.Module, steps: dict[str, float], seed: int) -> None:
 
 @contextmanager
 def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
-    """Inside the block, set torch's default dtype, for networks that call torch.zeros without a dtype."""
+    """Set torch's default dtype inside the block, unless ``dtype`` is None.
+
+    The code of a network may call functions such as torch.zeros without a dtype.
+    """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype or before)
     try:

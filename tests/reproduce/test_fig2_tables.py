@@ -459,7 +459,7 @@ def test_the_claims_at_every_choice_of_rates(results, tmp_path):
     assert "With each network at its best rate" not in rates(results.read()).text
     old = Study(PLAN, {}, [])
     table = claims_table(Studies(Study(results.plan, results.read(), []), old, None)).rows
-    assert table[0] == ["claim", "paper", "at r = 0.015, 5 r, 30 r", "the paper's rates", "best rate of each"]
+    assert table[0] == ["claim", "paper", "at r = 0.015, 5 r, 30 r", "the paper's rates", "each at its best rate"]
     assert [row[2].split(":")[0] for row in table[1:4]] == ["confirmed", "confirmed", "not run yet"]
     assert table[1][2] == "confirmed: 2.1 (2.1 to 3.0 by seeds)"
     assert [row[3] for row in table[1:4]] == ["not run yet"] * 3

@@ -108,7 +108,7 @@ class Graph:
         return value.consumers if value is not None else []
 
     def follows_input(self, value: Value) -> bool:
-        """Return whether a value depends on the input, or on a stored tensor other than parameters and buffers."""
+        """Return whether a value depends on the input, or on a stored tensor that is not a parameter or buffer."""
         held = set(self._values.values())
         waiting, seen = [value], set[Value]()
         while waiting:

@@ -30,7 +30,7 @@ IsNorm = Callable[[nn.Module], bool]
 class ConditionBuilder:
     """Collect the conditions of a variant (a traced path through a forward) and the names that its code uses.
 
-    ``twin`` is the copy of ``module`` that was traced.
+    ``twin`` is the copy of ``module`` that was traced. The methods ``expect_...`` add conditions.
     """
 
     def __init__(self, module: nn.Module, twin: nn.Module, traced: Traced) -> None:
@@ -39,7 +39,9 @@ class ConditionBuilder:
         self.scope: dict[str, tuple[Any, ...]] = {}
 
     def expect_arguments(self, patterns: dict[str, Any]) -> None:
-        """Expect tensors where the example has tensors, equal values elsewhere, and equal results of checks.
+        """Expect tensors where the example has tensors, and equal values elsewhere.
+
+        Checks of shapes, dtypes and devices, and of torch's state, must give the same results as in the trace.
 
         The code may compare two tensors with ``is``. In the trace, the result is False, because each argument is a
         separate object there. So arguments that are different tensors in the example must be different tensors in each
@@ -73,8 +75,8 @@ class ConditionBuilder:
     def expect_reads(self) -> None:
         """Expect that the attributes that the code read are unchanged.
 
-        Children that were traced into, and children whose output's type the code checked, must also keep their classes
-        and have no hooks.
+        A tensor may be replaced with another tensor, and a child with another instance of its class. Children that were
+        traced into, and children whose output's type the code checked, must also have no hooks, and their exact class.
         """
         for path, name in self.traced.reads:
             # Read the values from the traced copy, because the module itself may be in another mode.

@@ -32,7 +32,7 @@ MOVING = frozenset(
     """view reshape flatten unflatten permute transpose swapaxes swapdims t mt movedim moveaxis squeeze unsqueeze
     contiguous clone detach pixelshuffle pixelunshuffle channelshuffle viewas reshapeas""".split()  # noqa: SIM905
 )
-# Calls that may come between an affine layer and the nonlinearity that it feeds, such as sums and pools.
+# Calls that may come between an affine layer and the nonlinearity that it feeds, such as sums and pooling.
 HANDING_ON = MOVING | frozenset(
     """add sub rsub cat concat concatenate stack hstack vstack mean chunk split unbind narrow select getitem pad
     interpolate upsample upsamplingnearest2d upsamplingbilinear2d dropout dropout1d dropout2d dropout3d alphadropout
@@ -79,7 +79,7 @@ def is_affine(module: nn.Module | None) -> bool:
 
 
 def is_in_place(module: nn.Module) -> bool:
-    """Return whether a ``torch.nn`` module has ``inplace=True``: it writes into its input and returns that tensor."""
+    """Return whether a ``torch.nn`` module has ``inplace=True``, so that it writes into its input and returns it."""
     return bool(getattr(module, "inplace", False))
 
 

@@ -62,8 +62,8 @@ class Fusion(NamedTuple):
 class Match(NamedTuple):
     """The nodes of one matched pattern.
 
-    ``passed`` lists the identities in the pattern. If the activation is computed by several nodes, as in
-    x * sigmoid(x), ``passed`` also lists these nodes except the last.
+    ``passed`` lists the identities in the pattern: calls of nn.Identity, and sums x + 0. If the activation is computed
+    by several nodes, as in x * sigmoid(x), ``passed`` also lists these nodes except the last.
     """
 
     norm: fx.Node
@@ -206,7 +206,10 @@ class Matcher:
         return list(found.values())
 
     def ends_in_norm(self) -> bool:
-        """Return whether the graph returns the output of a batch normalization, and nothing else reads that output."""
+        """Return whether the graph returns the output of a batch normalization, and nothing else reads that output.
+
+        There may be identities between the batch normalization and the graph's output.
+        """
         (output,) = (node for node in self.graph.nodes if node.op == "output")
         node = output.args[0]
         while isinstance(node, fx.Node) and len(node.users) == 1:
@@ -378,7 +381,7 @@ class Matcher:
         return new and any(isinstance(a, fx.Node) for a in node.args)
 
     def _same_tensor(self, node: fx.Node) -> fx.Node | None:
-        """Return x if the node is x += y, an identity of x, or x + 0; return None for other nodes."""
+        """Return the node of x if ``node`` computes x += y or is an identity of x; return None for other nodes."""
         same = node.args[0] if writes_its_sum(node) else self._handed_on(node)
         return same if isinstance(same, fx.Node) else None
 
@@ -397,7 +400,7 @@ class Matcher:
         """Yield the nodes that a match relies on.
 
         These are BN, BN's input if ``needs_private_input``, and the nodes that created the tensors that in-place sums
-        overwrite.
+        overwrite, from BN up to the sum of the match.
         """
         yield match.norm
         if match.needs_private_input:

@@ -45,11 +45,11 @@ def rewrite_(net: nn.Module, calls: dict[bool, dict[str, Any]], is_norm: IsNorm)
     """Rewrite the forwards of a network's modules, in place, and return the results by path.
 
     Args:
-        net: the network; call :func:`restore_` first if it has rewritten modules.
+        net: the network; call :func:`restore_` first if the network has rewritten modules.
         calls: for each mode (True is training), the result of :func:`arguments_in`.
-        is_norm: whether a module is a batch normalization that currently accepts ``residual=`` and ``activation=``.
-            Rewritten modules call this function before every forward. If it cannot be imported by name, pickling
-            a rewritten module drops the fusions.
+        is_norm: returns whether a module is a batch normalization that currently accepts ``residual=`` and
+            ``activation=``. Rewritten modules call this function before every forward. If the function cannot be
+            imported by name, pickling a rewritten module drops the fusions.
     """
     found: dict[str, dict[bool, Variant]] = {}
     done: dict[str, Rewritten] = {}
@@ -191,8 +191,8 @@ def _has_code(module: nn.Module) -> bool:
 class _Worker:
     """Trace a network's modules in one mode, and find what can be fused.
 
-    The trace of a module can open a child: it then includes the calls that the child's forward makes. Whether a child
-    may be opened is known only after it was traced, so children must be processed before their parents.
+    The trace of a module can open a child, that is, include the calls that the child's forward makes. Whether a child
+    may be opened is known only after the child was traced, so children must be processed before their parents.
     """
 
     def __init__(self, net: nn.Module, training: bool, calls: dict[str, Any], is_norm: IsNorm) -> None:

@@ -2,9 +2,9 @@
 
 torch.fx runs the code once and records only the path that the code took. This module also records everything that may
 have decided the path: the attributes that were read, the arguments that are not tensors, the children of containers,
-and the answers to questions about the tensors' shapes, such as ``x.dim() == 3``. Code whose effects torch.fx would
-silently drop raises Untraceable: for example, autocast around a call, random numbers in Python, or assignments to
-attributes.
+and the answers to questions about the tensors' shapes, such as ``x.dim() == 3``. A trace raises Untraceable
+for code whose effects torch.fx would silently drop: for example, autocast around a call, random numbers in Python, or
+assignments to attributes.
 """
 
 from __future__ import annotations
@@ -143,7 +143,10 @@ def problem_with(kind: type) -> str:
 def trace_forward(
     module: nn.Module, spies: Spies, arguments: dict[str, Any], opened: Collection[nn.Module] = ()
 ) -> Traced:
-    """Trace a module's forward, and the forwards of its children in ``opened``, given patterns of the arguments."""
+    """Trace a module's forward, and the forwards of its children in ``opened``.
+
+    ``arguments`` has the pattern of each argument by name; see :func:`batchnorm.graph.generated.pattern_of`.
+    """
     for problem in (spies.problems[m] for m in module.modules() if m in spies.problems):
         raise Untraceable(problem)
     before = {m: _containers_of(m) for m in module.modules()}
@@ -191,7 +194,7 @@ def _is_slice(container: nn.Module, known: Collection[nn.Module]) -> bool:
 def _entry(forward: Callable[..., Any], arguments: dict[str, Any]) -> tuple[FunctionType, Given]:
     """Make a function that calls ``forward`` and has one parameter for each tensor in the arguments.
 
-    Return the function and, for each of its parameters, the tensor and the expression that reads the tensor.
+    Return the function and, for each of these parameters, the expression that reads the tensor, and a stand-in for it.
     """
     given: Given = {}
     scope: dict[str, Any] = {"call": _call, "forward": forward}
@@ -337,8 +340,8 @@ class _Tracer(fx.Tracer):
     def number(self, obj: fx.Proxy, function: Callable[[Any], Any]) -> Any:
         """Return len, int or float of a proxy's value in the example, and expect the same result in each call."""
         results = {}
-        # Compute the result for two batch sizes. If it depended on the batch size, the rewritten forward would be valid
-        # for the example's batch size only, so the code is refused.
+        # Compute the result for two batch sizes. If the results differ, the rewritten forward would be valid for the
+        # example's batch size only, so refuse the code.
         for given in (self._given, larger_batch(self._given)):
             known = self.known(obj, given, follow if function is len else ask)
             if known is None:
@@ -475,7 +478,7 @@ def _not_in_place(function: Any) -> Any:
 
 def _in_place(function: Any) -> Callable[[Any, Any], Any]:
     def apply(self: Any, other: Any) -> Any:
-        # If the value is a number, such as n = x.size(0), then n += 1 must not change other references to it.
+        # If the value is a number, such as n = x.size(0), n += 1 must not change other variables with the same number.
         changed = function if self.tracer.known(self) is None else _not_in_place(function)
         return self.tracer.create_proxy("call_function", changed, (self, other), {})
 

@@ -99,7 +99,10 @@ def _held(net: nn.Module) -> list[Tensor]:
 
 
 class _Resurface(TorchDispatchMode):
-    """Repeat in Python each call that C++ code (a scripted function) makes, so that the torch-function mode sees it."""
+    """Call each operator from Python.
+
+    This lets the torch-function mode also see operators that C++ code, such as a scripted function, calls.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
@@ -135,7 +138,7 @@ class _Recorder(TorchFunctionMode):
         return out
 
     def mark_escaped(self, out: Any) -> None:
-        """Mark the values in the network's output, and computed values whose tensors something still refers to.
+        """Mark as escaping the values in the network's output, and computed values whose tensors are still in use.
 
         If a tensor is still alive after this recorder drops its reference, something else refers to the tensor, such
         as a module, a global list or a closure.

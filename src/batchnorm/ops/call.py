@@ -42,7 +42,7 @@ class Path(Protocol):
         """Return why the path does not support a call, or None if the path supports it."""
 
     def describe(self, call: Call, /) -> str | None:
-        """Return how the path computes a call, or None if the dispatcher's reason for choosing it is enough."""
+        """Return how the path computes a call, or None if the dispatcher's reason for choosing the path is enough."""
 
     def run(self, call: Call, /) -> tuple[Tensor, Moments]:
         """Return the output and the batch's statistics; update the running averages if the call has any."""

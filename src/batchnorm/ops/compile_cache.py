@@ -73,7 +73,7 @@ def cached(source: Source) -> Any:
     """Load the library from the cache, or return None if it is not there.
 
     Raises:
-        Unavailable: if the source cannot be compiled on this machine, or an earlier attempt to compile it failed.
+        Unavailable: if the source cannot be compiled on this machine, or if compiling or loading it failed earlier.
     """
     command = _command(source)
     try:

@@ -1,7 +1,7 @@
 """Algorithm 1 in plain torch operations, which support every device and memory layout.
 
-They also work with autograd, forward-mode differentiation, ``torch.func`` and ``torch.compile``. The kernels in ``cpu``
-and ``cuda`` are faster, but support fewer cases.
+These operations also support autograd, forward-mode differentiation, ``torch.func`` and ``torch.compile``. The kernels
+in ``cpu`` and ``cuda`` are faster, but support fewer cases.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ def normalize(call: Call, mean: Tensor, var: Tensor) -> Tensor:
 def backward(call: Call, dy: Tensor, passes: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return dx, dgamma, dbeta and dz by the formulas of the paper's Section 3, with differentiable operations.
 
-    dx = gamma / sigma * (dz - mean(dz) - x_hat mean(dz x_hat)), where z is the activation's input. ``passes`` is True
-    where the activation's derivative is 1; if ``passes`` is given, z is not recomputed, so the residual is not needed.
+    dx = gamma / sigma * (dz - mean(dz) - x_hat mean(dz x_hat)), where z is the activation's input and
+    sigma = sqrt(var + eps). ``passes`` is True where the activation's derivative is 1. If ``passes`` is given, z is not
+    recomputed, so the residual is not needed.
 
     Paper: Sec. 3, gradients
     """
@@ -107,7 +108,7 @@ def scale_and_shift(call: Call, centred: Tensor, var: Tensor) -> Tensor:
 def finish(call: Call, z: Tensor) -> Tensor:
     """Add the residual, apply the nonlinearity, zero masked positions and cast to the input's dtype."""
     if call.residual is not None:
-        # Zero the residual at masked positions: if it were NaN there, the activation's gradient would be 0 * NaN.
+        # Zero the residual at masked positions: a NaN there would make the activation's gradient 0 * NaN.
         residual = call.residual if call.mask is None else torch.where(call.mask, call.residual, 0)
         z = z + residual.to(z.dtype)
     y = apply(call.activation, z)

@@ -1,8 +1,8 @@
-"""SGD with momentum in one kernel, which reads bfloat16 gradients and writes bfloat16 copies of the weights.
+"""SGD with momentum in one kernel, which can read bfloat16 gradients and write bfloat16 copies of float32 weights.
 
-Torch's fused SGD needs gradients of the weights' dtype. A step with torch's SGD therefore takes three passes over the
-weights: cast the gradients, update the weights, and cast the weights. Together, the three passes move 32 bytes per
-weight. This kernel takes one pass, which moves 20 bytes per weight.
+Torch's fused SGD needs gradients of the weights' dtype. For weights with bfloat16 gradients and copies, a step with
+torch's SGD therefore takes three passes: cast the gradients, update the weights, and cast the weights. Together, the
+three passes move 32 bytes per weight. This kernel takes one pass, which moves 20 bytes per weight.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 from ..ops import dispatch
 from ..ops.cuda.autograd import HAS_TRITON
 
-CHUNK = 2048  # number of elements that one program of the Triton kernel updates
+CHUNK = 2048  # maximum number of elements that one program of the Triton kernel updates
 
 
 class Trained(NamedTuple):
@@ -29,7 +29,7 @@ class Trained(NamedTuple):
     copy: Tensor | None
 
     def fits(self) -> bool:
-        """Return whether the kernel can update the weight, which depends on the tensors' layouts and dtypes."""
+        """Return whether the kernel supports the layouts and dtypes of these tensors."""
         kind = torch.float32 if self.copy is None else torch.bfloat16
         others = [self.gradient] if self.copy is None else [self.gradient, self.copy]
         same = all(t.dtype == kind and same_layout(t, self.weight) for t in others)
@@ -41,7 +41,7 @@ class FusedUpdate:
 
     Here w is a weight, g its gradient and v its momentum buffer. The momentum buffers are stored in the optimizer's
     state, as ``torch.optim.SGD`` stores them. After capturing a step as a CUDA graph, synchronize before you replay the
-    graph, and keep this object until the last replay.
+    graph, because another stream copies a table that the graph reads. Keep this object until the last replay.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -67,7 +67,7 @@ class FusedUpdate:
 
     @torch.no_grad()
     def __call__(self, trained: list[Trained]) -> None:
-        """Update the weights and their copies."""
+        """Update the weights, their momentum buffers and their copies."""
         from .triton.update import update
 
         if not trained:

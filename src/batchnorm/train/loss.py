@@ -1,4 +1,4 @@
-"""The cross-entropy loss and its gradient, computed on a GPU in one kernel launch."""
+"""The cross-entropy loss and its gradient; on NVIDIA GPUs, one Triton kernel usually computes both."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ..ops import dispatch
 from ..ops.cuda.autograd import DTYPES, HAS_TRITON
 from ..ops.cuda.schedule import power_up
 
-NO_LABEL = torch.iinfo(torch.int64).min  # ignore_index for torch, because its default would ignore the label -100
-MAX_CLASSES = 2**14  # the kernel's maximum, because each program keeps all scores of an example on chip
+NO_LABEL = torch.iinfo(torch.int64).min  # passed to torch as ignore_index, whose default would ignore the label -100
+MAX_CLASSES = 2**14  # the Triton kernel's maximum, because each program holds all scores of an example on chip
 
 
 def cross_entropy(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """Return the loss of each example, in at least float32, and the mean loss's gradient with respect to ``scores``.
 
-    Every label must be a class: unlike torch's function, this one does not ignore the label -100.
+    Every label must be a class index. Unlike ``F.cross_entropy``, this function does not ignore the label -100.
 
     >>> losses, gradient = cross_entropy(torch.zeros(2, 4), torch.tensor([0, 3]))
     >>> losses, gradient[0]

@@ -25,7 +25,7 @@ from .loss import cross_entropy
 from .recipe import Recipe
 
 Compile = Literal["network", "nothing"]
-# The number of warm-up steps before a CUDA graph is captured; they allocate memory and tune kernels. For
+# The numbers of warm-up steps before a CUDA graph is captured. Warm-up steps allocate memory and tune kernels. For
 # DistributedDataParallel, torch's notes on CUDA graphs ask for 11 steps.
 WARMUP, WARMUP_DISTRIBUTED = 3, 11
 # torch 2.13 deprecates broadcast_buffers in favor of forward_sync_buffers.
@@ -42,14 +42,14 @@ def make_optimizer(net: nn.Module, recipe: Recipe, device: torch.device) -> torc
 
     Paper: Sec. 4.2, "a version of Stochastic Gradient Descent with momentum"
     """
-    # On a GPU the learning rate is a tensor, so that a captured CUDA graph reads its current value.
+    # On a GPU, the learning rate is a tensor, so that a captured CUDA graph reads the current rate.
     cuda = device.type == "cuda"
     rate = torch.tensor(recipe.rate, device=device) if cuda else recipe.rate
     return torch.optim.SGD(param_groups(net, recipe.weight_decay), rate, recipe.momentum, fused=True if cuda else None)
 
 
 def set_rate_(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Change the learning rate; a tensor is changed in place, because a captured graph may read it."""
+    """Set the learning rate; a tensor is filled in place, because a captured CUDA graph may read that tensor."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(rate)
@@ -58,14 +58,15 @@ def set_rate_(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 class Shadows:
-    """Run a network with bfloat16 copies of convolution kernels and linear layers' parameters, all cast at once.
+    """Train a network with bfloat16 copies of its convolution and linear weights.
 
-    Autocast would cast each weight when it is used, and each gradient in the backward pass, which takes two launches
-    per layer. The separable stem stays in full precision, because its two kernels are combined in full precision.
+    Trained parameters with two or four dimensions have copies, and so do the biases of linear layers. The parameters of
+    a ``SeparableConv2d`` have no copies, because its two kernels are combined in full precision. All copies are updated
+    together. Autocast, in contrast, would launch one kernel to cast each weight, and another to cast its gradient.
 
     Args:
         net: the network.
-        aside: compute the weights' gradients on a separate CUDA stream.
+        aside: whether to compute the weights' gradients on a separate CUDA stream.
     """
 
     def __init__(self, net: nn.Module, aside: bool = False) -> None:
@@ -84,9 +85,9 @@ class Shadows:
             copy.requires_grad_()
         self.trained = list(trained.values())
         self.used = [self.copies.get(name, p) for name, p in trained.items()]
-        # List all names of each replaced parameter for functional_call, and call it with tie_weights=False. With
-        # tie_weights=True, it would find the names itself, but modules with several names would keep the copies after
-        # the call.
+        # List all names of each replaced parameter for functional_call(), which `run` calls with tie_weights=False.
+        # With tie_weights=True, functional_call() would find all names itself, but modules with several names would
+        # keep the copies after the call.
         copy_of = {id(p): self.copies[name] for name, p in chosen.items()}
         self._replaced = {
             f"{path}.{name}".lstrip("."): copy_of[id(p)]
@@ -97,7 +98,7 @@ class Shadows:
         self._updates: list[FusedUpdate] = []
 
     def _join(self, net: nn.Module, names: dict[int, str]) -> None:
-        """If a module concatenates kernels, store their copies next to each other, so that no data has to move."""
+        """If a module concatenates kernels, store their copies side by side, so that concatenation copies no data."""
         for module in net.modules():
             kernels = module.joined_kernels() if isinstance(module, InceptionModule) else []
             joined = [names.get(id(kernel), "") for kernel in kernels]
@@ -111,13 +112,13 @@ class Shadows:
         return y
 
     def step(self, y: Tensor, dy: Tensor, optimizer: torch.optim.Optimizer) -> None:
-        """Update the parameters with the gradients of their copies, and then update the copies.
+        """Compute the gradients, and update the parameters and their copies.
 
         ``y`` is the network's output, and ``dy`` is the gradient of the loss with respect to ``y``.
         """
         aside = self.weight_gradients
         rows, kept = list[Trained](), list[Tensor]()
-        # Do not use loss.backward(): it would copy gradients that are views, such as those of joined kernels.
+        # Do not use y.backward(dy): it would copy gradients that are views, such as those of concatenated kernels.
         whole = range(len(self.used))
         parts = [(whole, torch.autograd.grad(y, self.used, dy))] if aside is None else aside.backward(y, dy, self.used)
         for k, (places, grads) in enumerate(parts):
@@ -168,25 +169,26 @@ class Shadows:
 
 
 class TrainStep:
-    """Train a network on a batch, and add the batch's total loss, correct predictions and size to ``sums``.
+    """Train a network on one batch per call, and add the batch's total loss, correct predictions and size to ``sums``.
 
     The gradient is that of the mean loss over the examples of all ranks, even if ranks have different numbers of
     examples.
 
     Args:
-        net: a network that returns class scores, on the rank's device.
+        net: a network on the rank's device, which returns class scores.
         optimizer: the optimizer of the network's parameters.
         augment: the augmentation, on the same device.
         ranks: the processes that train together.
         bf16: run the network under autocast to bfloat16.
         compile: what torch.compile compiles: the whole "network", or "nothing".
-        cast_once: with ``bf16`` and in one process, keep bfloat16 copies of convolution and linear weights, and update
-            all copies together after each step, instead of casting each weight when it is used. This takes fewer
-            kernel launches; the results are the same up to rounding.
+        cast_once: keep bfloat16 copies of convolution and linear weights, and update all copies together in each
+            step, instead of casting each weight when it is used. This takes fewer kernel launches; the results are the
+            same up to rounding. The option has no effect without ``bf16`` or with several processes.
         graph: capture the whole step as a CUDA graph. If the network is not compiled, its Inception branches run in
             parallel, and with ``cast_once`` the gradients of its weights are computed on another stream.
         batch: the number of examples in this rank's part of a full batch. A batch of another size, such as an epoch's
-            last, runs without the graph and, in a single process, without compilation.
+            last batch, runs without the graph and, in a single process, without compilation. None means that all
+            batches have the same size.
     """
 
     def __init__(
@@ -222,7 +224,7 @@ class TrainStep:
         self._rate = -1.0
 
     def __call__(self, images: Tensor, labels: Tensor, draws: Tensor, rate: float) -> None:
-        """Take one step at the given learning rate, without waiting for a GPU to finish."""
+        """Take one step at the given learning rate; on a GPU, the call may return before the step is done."""
         if rate != self._rate:
             set_rate_(self.optimizer, rate)
             self._rate = rate
@@ -258,16 +260,16 @@ class TrainStep:
         self.sums += torch.stack([loss.double() * len(labels), right, torch.full_like(right, len(labels))])
 
     def _share(self, labels: Tensor) -> Tensor | float:
-        """Return a weight for this rank's mean loss, so that the mean over ranks is the mean over all examples."""
+        """Return a weight for this rank's mean loss; the weighted losses average to the mean loss of all examples."""
         if self.ranks.world_size == 1:
             return 1.0
-        # Use float64, so that a share such as 1/3 is not rounded to float32.
+        # Use float64, so that a weight such as 2/3 is not rounded to float32.
         total = self.ranks.sum_(torch.full((), len(labels), dtype=torch.float64, device=labels.device))
         return len(labels) * self.ranks.world_size / total
 
 
 class _Graph:
-    """Run a function on tensors of fixed shapes a few times, then capture it as a CUDA graph and replay the graph."""
+    """Run a function ``warmup`` times, then capture it as a CUDA graph and replay the graph; input shapes are fixed."""
 
     def __init__(self, function: Any, warmup: int) -> None:
         self.function, self.left = function, warmup
@@ -294,8 +296,8 @@ class _Graph:
 
     def _capture(self, inputs: tuple[Tensor, ...]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        # Other threads, such as NCCL's watchdog, may call CUDA during the capture, which is an error in the default
-        # mode.
+        # In the default mode, the capture fails if another thread, such as NCCL's watchdog, makes certain CUDA calls
+        # at the same time.
         with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
             self.function(*inputs)
         with torch.cuda.device(self.stream.device):

@@ -16,11 +16,13 @@ from ...ops.cuda.layout import row_stride
 from ...ops.cuda.schedule import up
 from .channels_last import ChannelTiles, empty, readable
 
-PARTS = 256  # minimum number of Triton programs in the backward pass of a large tensor; fewer would not fill a GPU
+# The backward pass runs at least this many Triton programs if the tensor has enough tiles, because fewer programs would
+# not fill a GPU.
+PARTS = 256
 
 
 def bias_act(x: Tensor, bias: Tensor, activation: Literal["relu", "sigmoid"]) -> Tensor:
-    """Return g(x + b), where g is the activation and b has one value per channel; ``x`` has shape (N, C, H, W).
+    """Return g(x + bias), where g is the activation; ``x`` has shape (N, C, H, W), and ``bias`` has shape (C,).
 
     Paper: Sec. 3.2, z = g(Wu + b)
     """

@@ -52,9 +52,9 @@ class ChannelTiles:
 class ColumnTiles:
     """Divide the windows of a max pool among Triton programs.
 
-    A unit consists of one or more rows of windows, with P windows in each row. A program processes V channels of a
-    unit, row by row from top to bottom. The columns of windows in all images are numbered consecutively, so that a unit
-    can extend over several images.
+    A unit consists of one or more rows of windows, with P windows in each row. A program processes V channels of one
+    or more units, row by row from top to bottom. The columns of windows in all images are numbered consecutively, so
+    that a unit can extend over several images.
     """
 
     THREADS = 128
@@ -64,7 +64,7 @@ class ColumnTiles:
         height, width = up(h, stride), up(w, stride)  # windows per column and per row of an image
         self.align = align
         self.channels = min(max(power_up(c), 2), 128 // itemsize)
-        self.columns = 16 * self.THREADS // itemsize // self.channels  # each thread handles 16 bytes per row
+        self.columns = 16 * self.THREADS // itemsize // self.channels  # each thread handles 16 bytes per row of windows
         self.slices = up(c, self.channels)
         blocks = up(n * width, self.columns)
         # With more rows per unit, fewer rows of pixels are read twice, but too few units would not fill the GPU.
@@ -80,7 +80,7 @@ class ColumnTiles:
 
     @property
     def options(self) -> dict[str, int]:
-        """Triton's options: if accesses are aligned, limit registers so that four programs fit on a multiprocessor."""
+        """Triton's options: if ``align`` >= 8, limit registers so that four programs fit on a multiprocessor."""
         return {"maxnreg": 128} if self.align >= 8 else {}
 
 
@@ -100,7 +100,7 @@ def empty(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype | None = None
 
 
 def readable(dy: Tensor) -> tuple[Tensor, int]:
-    """Return a gradient, copied unless it is already channels last, and the stride between its pixels."""
+    """Return ``dy``, copied unless it is already channels last, and the stride between its pixels."""
     g = geometry_of(dy)
     if g is None or not g.nhwc:
         dy = dy.contiguous(memory_format=torch.channels_last)

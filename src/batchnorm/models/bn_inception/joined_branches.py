@@ -1,11 +1,11 @@
 """Split and concatenate tensors without copies, for the branches of an Inception module.
 
 An Inception module splits the output of one convolution among several batch normalizations, and concatenates the
-outputs of its branches. A slice is a range of a tensor's channels. In the forward pass, the kernels read slices of the
-convolution's output and write slices of the concatenated output. In the backward pass, the kernels read slices of the
-concatenated output's gradient and write slices of the gradient of the convolution's output. One call normalizes all
-branches that can be normalized at the same time. Convolution kernels that are adjacent in memory are joined to one
-tensor without a copy.
+outputs of its branches. A slice is a range of a tensor's channels. In the forward pass, the GPU kernels read slices of
+the convolution's output and write slices of the concatenated output. In the backward pass, the GPU kernels read slices
+of the concatenated output's gradient and write slices of the gradient of the convolution's output. One call normalizes
+all branches that can be normalized at the same time. The weights of several convolutions are joined into one tensor,
+without a copy if the weights are adjacent in memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Part(NamedTuple):
     """A batch normalization layer, its input and its output, for :func:`normalize_together`."""
 
     bn: BatchNorm2d
-    source: int  # the index of the tensor that holds the layer's input
+    source: int  # the layer's input is in `sources[source]` of normalize_together()
     start: int = 0  # the first channel of the layer's input in that tensor
     y: Tensor | None = None  # the tensor to write the output to; None allocates a new one
     averaged: bool = False  # whether to average 3x3 windows of the input before normalizing
@@ -77,9 +77,10 @@ def _vectors(bn: BatchNorm2d) -> list[tuple[dict[str, Tensor | None], tuple[str,
 def normalize_together(parts: Sequence[Part], *sources: Tensor) -> tuple[Tensor, ...]:
     """Run the layers of all parts and return their outputs; :func:`can_join` says which layers and tensors are valid.
 
-    With batch statistics, one launch normalizes several parts, unless the inputs are large. The running averages are
-    updated, except when activation checkpointing recomputes the forward pass. In evaluation, each part is normalized
-    separately, by its layer's running averages.
+    With batch statistics, at most four parts are supported. Each launch processes all parts, but if the inputs are
+    large, the forward pass normalizes one part at a time. The running averages are updated, except when activation
+    checkpointing recomputes the forward pass. In evaluation, each part is normalized separately, by its layer's running
+    averages.
     """
     sources = tuple(s.contiguous(memory_format=torch.channels_last) for s in sources)
     if not parts[0].bn.uses_batch_statistics:
@@ -113,7 +114,7 @@ class _Together(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parts: Sequence[Part], count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         sources, parameters = tensors[:count], tensors[count:]
-        # Do not save `parts` itself: it refers to the outputs, so the autograd graph would keep them in memory.
+        # Do not save `parts` itself: `parts` refers to output tensors, which the autograd graph would keep in memory.
         ctx.places = [(p.source, p.start, p.bn.features[0], p.averaged) for p in parts]
         ctx.options = (parts[0].bn.eps, parts[0].bn.activation)
         averaged = [_average(sources[s][:, a : a + c]) for s, a, c, pooled in ctx.places if pooled]
@@ -221,7 +222,7 @@ class _PoolBeside(torch.autograd.Function):
 
 
 class Concatenation:
-    """A channels-last tensor whose channels are written in parts, and which autograd treats as their concatenation.
+    """A channels-last tensor whose channels are written in parts; autograd treats it as the concatenation of the parts.
 
     >>> parts = Concatenation(torch.zeros(2, 3, 4, 4), (1, 2), (4, 4))
     >>> y = parts.join([part.fill_(k) for k, part in enumerate(parts.parts)])
@@ -262,7 +263,8 @@ class _Join(torch.autograd.Function):
 def join_kernels(kernels: Sequence[Tensor]) -> Tensor:
     """Concatenate 1x1 convolution kernels along the output channels, without a copy if they are adjacent in memory.
 
-    If a compiler, a ``torch.func`` transform, a tracer or a mode is active, the kernels are always copied.
+    The kernels are always copied if one of them is a tensor subclass, or if a compiler, a ``torch.func`` transform,
+    forward-mode differentiation, a tracer or a mode is active.
     """
     if not is_unseen(*kernels) or is_forward_mode():
         return torch.cat(list(kernels))

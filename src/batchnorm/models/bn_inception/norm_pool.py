@@ -1,9 +1,9 @@
 """Batch normalization, ReLU and a 3x3 max pool at stride 2 as one function that does not write ReLU's full-size output.
 
-The forward pass has two launches: one computes the statistics of x, and the other computes the pooled output from x.
-The backward pass also has two launches, which read x, the gradient of the pooled output and the positions of the
-maxima. The only full-size tensor that the backward pass writes is dx. With ``create_graph=True``, the backward pass
-uses differentiable operations of torch instead of these launches.
+The forward pass has two launches: one computes the statistics of the input x, and the other computes the pooled output
+from x. The backward pass also has two launches, which read x, the gradient of the pooled output and the positions of
+the maxima. The only full-size tensor that the backward pass writes is dx, the gradient of x. With
+``create_graph=True``, the backward pass uses differentiable operations instead of these launches.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def can_pool(bn: BatchNorm2d, pool: nn.Module, x: Tensor) -> bool:
 
 
 def normalize_and_pool(bn: BatchNorm2d, x: Tensor) -> Tensor:
-    """Return the maxima of ReLU(BN(x)) over 3x3 windows, padded by 1, at stride 2.
+    """Return the maxima of ReLU(BN(x)) over 3x3 windows, with stride 2 and padding 1.
 
     The running averages are updated, except when activation checkpointing recomputes the forward pass.
 
-    If several pixels of a window equal its maximum after rounding, the gradient goes to the pixel with the largest x,
-    or with the smallest x if gamma is negative.
+    If several values of ReLU(BN(x)) in a window round to the window's maximum, the gradient goes to the pixel with
+    the largest x, or with the smallest x if gamma is negative.
     """
     y: Tensor = _NormalizeAndPool.apply(x, bn.weight, bn.bias, bn)  # type: ignore[no-untyped-call]
     return y
@@ -96,7 +96,7 @@ class _NormalizeAndPool(torch.autograd.Function):
 def _sums_launch(
     shape: torch.Size, align: int, dy_row: int, itemsize: int, device: torch.device
 ) -> tuple[TritonLaunch, tuple[int, int]]:
-    """Return the launch that sums the gradients of gamma and beta, and how many floats and counters it needs."""
+    """Return the launch that sums gamma's and beta's gradients, and how many floats and counters its workspace has."""
     from .triton.max_pool import max_sums
 
     t = ColumnTiles(shape, align, 2, itemsize)

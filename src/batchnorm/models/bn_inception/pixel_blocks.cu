@@ -1,17 +1,18 @@
 // The network's first convolution and the gradient of its weights, computed by tensor cores on blocks of 2x2 pixels.
 //
 // In this file, a block is a block of 2x2 image pixels, and a program is a CUDA thread block. A block has CHANNELS
-// values: the INPUTS channels of its four pixels, followed by zeros. For an output of rows x columns pixels, the blocks
-// are a tensor of shape (images, rows + TAPS - 1, columns + TAPS - 1, CHANNELS). An output pixel depends on a window of
-// TAPS x TAPS blocks. A tap is the position of a block in a window. A tile is a sequence of up to PIXELS output pixels
-// of one image. A program processes one tile after another. For each tile, it copies every block only once to
-// shared memory, although the windows of neighbouring pixels overlap. For one tap, the blocks of 16 output pixels form
-// a 16 x CHANNELS matrix, which ldmatrix reads directly.
+// values: the INPUTS channels of its four pixels, followed by zeros. If each image has an output of rows x columns
+// pixels, the blocks of all images form a tensor of shape (images, rows + TAPS - 1, columns + TAPS - 1, CHANNELS). An
+// output pixel depends on a window of TAPS x TAPS blocks. A tap is the position of a block in a window. A tile is a
+// sequence of up to PIXELS consecutive output pixels of one image. A program processes one tile after another. For each
+// tile, the program copies the necessary rows of blocks to shared memory. Each block is copied only once, although the
+// windows of neighbouring pixels overlap. For one tap, each output pixel reads one block; the blocks that 16 output
+// pixels read form a 16 x CHANNELS matrix, which ldmatrix reads directly.
 //
 // These macros are defined when the file is compiled:
 // - KIND: 0 for bfloat16, 1 for float16
 // - THREADS: threads per program
-// - EACH: programs per multiprocessor
+// - EACH: number of programs that must fit on a multiprocessor (not used by add_parts)
 // - PIXELS: output pixels per tile, a multiple of THREADS
 // - FORWARD: defined for the kernel "convolve", not defined for the other kernels
 
@@ -58,8 +59,8 @@ __device__ __forceinline__ u32 to_bfloats(float a, float b) {
     return w;
 }
 
-// copy_async() starts to copy 16 bytes to shared memory, commit() closes a group of copies, and arrived<n>() waits
-// until at most n groups are pending.
+// copy_async() starts to copy 16 bytes from global to shared memory. commit() puts the thread's copies since the last
+// commit() into a group. arrived<n>() waits until at most n of the thread's groups are pending.
 __device__ __forceinline__ void copy_async(u32 slot, const char* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(slot), "l"(from) : "memory");
 }
@@ -80,7 +81,8 @@ __device__ __forceinline__ void clear(u32 slot) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(slot), "r"(0) : "memory");
 }
 
-// Loads four 8x8 matrices of 16-bit numbers. Lane l of the warp passes the address of row l % 8 of matrix l / 8.
+// Loads four 8x8 matrices of 16-bit numbers, transposed if TRANSPOSED. Lane l of the warp passes the address of row
+// l % 8 of matrix l / 8.
 template <bool TRANSPOSED>
 __device__ __forceinline__ void load_matrices(u32 (&m)[4], u32 slot) {
     if (TRANSPOSED)
@@ -107,8 +109,8 @@ __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], u32 b
 
 __device__ __forceinline__ u32 narrow(float a, float b) { return KIND == 0 ? to_bfloats(a, b) : to_halves(a, b); }
 
-// For a value in a window, returns the index of its weight among the WEIGHTS of an output channel. Returns -1 if the
-// value has no weight, because it is outside the filter or only pads its block.
+// Given the index of a value in a window, returns the index of its weight among the WEIGHTS weights of an output
+// channel. Returns -1 if the value has no weight, because it is outside the filter or only pads its block.
 __device__ __forceinline__ int weight_of(int value) {
     int tap = value / CHANNELS, channel = value % CHANNELS, pixel = channel / INPUTS;
     int h = tap / TAPS * 2 + pixel / 2 - FRONT, w = tap % TAPS * 2 + pixel % 2 - FRONT;
@@ -119,10 +121,10 @@ __device__ __forceinline__ int weight_of(int value) {
 // A tile of output pixels, and a copy in shared memory of the blocks that these pixels depend on.
 struct Tile {
     i64 image;
-    int first, end;  // the tile's pixels have the indices first <= i < end in the image
-    int row, width;  // the image's first row of blocks that the tile needs; the number of blocks per row
+    int first, end;  // the tile's output pixels have the indices first <= i < end in their image
+    int row, width;  // row: index of the first row of blocks that the tile needs; width: number of blocks per row
     u32 blocks;      // the address of the copied blocks in shared memory
-    int* corners;    // for each pixel, the index of its window's top left block among the copied blocks
+    int* corners;    // for each output pixel, the index of its window's top left block among the copied blocks
 
     __device__ __forceinline__ Tile(int index, int rows, int columns, char* memory_of_blocks, int* corners)
         : corners(corners) {
@@ -135,15 +137,15 @@ struct Tile {
         blocks = address(memory_of_blocks);
     }
 
-    // Returns the address of one half of a copied block. Of eight neighbouring blocks, four have their halves swapped,
-    // so that ldmatrix reads the same half of all eight blocks from different banks.
+    // Returns the address of one 16-byte half of a copied block. Of eight consecutive blocks, four have their halves
+    // swapped, so that ldmatrix reads the same half of all eight blocks from different banks.
     __device__ __forceinline__ u32 slot(int block, int half) const {
         return blocks + block * BLOCK_BYTES + ((half ^ (block >> 2 & 1)) << 4);
     }
 
     __device__ __forceinline__ void copy_blocks(const char* from, int rows, int columns) const {
         for (int i = threadIdx.x; i < PIXELS; i += THREADS) {
-            int pixel = min(first + i, end - 1);  // past the end of the tile, repeat its last pixel's window
+            int pixel = min(first + i, end - 1);  // past the end of the tile, use the window of its last pixel
             corners[i] = (pixel / columns - row) * width + pixel % columns;
         }
         from += (image * (rows + TAPS - 1) + row) * width * BLOCK_BYTES;
@@ -152,15 +154,17 @@ struct Tile {
     }
 };
 
-// Shared memory holds the blocks of two tiles, so that the next tile is copied while the current tile is processed.
-// `bytes` is the maximum size of one tile's blocks.
+// Shared memory holds the corners and the blocks of two tiles, so that the next tile is copied while the current tile
+// is processed. `bytes` is the maximum size of one tile's blocks.
 __device__ __forceinline__ int* corners_of(int buffer) { return (int*)memory + buffer * PIXELS; }
 __device__ __forceinline__ char* data_of(int buffer, int bytes) { return memory + 8 * PIXELS + buffer * bytes; }
 
 #ifdef FORWARD
 
 // A warp computes 32 output channels of 64 pixels at a time. It keeps the weights of these channels in registers.
-#define STRIDE (VALUES + 8)  // distance between the weights of two output channels, padded to avoid bank conflicts
+// In shared memory, the weights of consecutive output channels are STRIDE values apart. The padding of 8 values avoids
+// bank conflicts.
+#define STRIDE (VALUES + 8)
 
 extern "C" __global__ void __launch_bounds__(THREADS, EACH) convolve(
     const char* blocks, const float* kernel, char* y, int images, int rows, int columns, int bytes) {
@@ -174,8 +178,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) convolve(
     };
     copy(blockIdx.x, 0);
 
-    // Copy the weights with reordered output channels, so that a thread computes eight consecutive channels of y and
-    // stores them as one vector.
+    // Copy the weights to shared memory with reordered output channels, so that a thread computes eight consecutive
+    // channels of a pixel of y and stores them as one vector.
     u32* weights = (u32*)data_of(2, bytes);
     for (int value = threadIdx.x; value < VALUES; value += THREADS) {
         const int column = weight_of(value);
@@ -237,9 +241,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) convolve(
 
 #else
 
-// Each warp sums the gradient of the weights for one row of taps, over half of each tile's pixels. For each tap, a warp
-// multiplies the transposed gradient of the output by the matrix of the tap's blocks. Each program writes its sums to
-// `partial`, which has the shape (programs, OUT, VALUES).
+// Each warp sums the gradient of the weights for one row of taps, over half of each tile's output pixels. For each tap
+// and 16 pixels, a warp multiplies the transposed gradient of the output by the matrix of the blocks that these pixels
+// read. Each program writes its sums to `partial`, which has the shape (programs, OUT, VALUES).
 extern "C" __global__ void __launch_bounds__(THREADS, EACH) kernel_gradient(
     const char* blocks, const char* dy, float* partial, int images, int rows, int columns, int bytes) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, half = lane / 16;
@@ -312,9 +316,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) kernel_gradient(
     }
 }
 
-// Adds up the sums that the programs of kernel_gradient() wrote to `partial`. A program handles 32 values of the window
-// for one output channel. Each of its warps adds up the sums of every (THREADS / 32)-th program of kernel_gradient(),
-// and its first warp adds up the results of all warps.
+// Adds up the sums that the programs of kernel_gradient() wrote to `partial`, and writes the gradient of the weights to
+// `total`. A program of add_parts handles 32 values of the window for one output channel. Each of its warps adds up the
+// sums of every (THREADS / 32)-th program of kernel_gradient(). Its first warp then adds up the results of all warps.
 extern "C" __global__ void __launch_bounds__(THREADS) add_parts(const float* partial, float* total, int parts) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, at = blockIdx.x * 32 + lane;
     float sum = 0;

@@ -31,10 +31,11 @@ SOURCE = Path(__file__).with_name("pixel_blocks.cu")
 # The shape (outputs, inputs, height, width) of the kernel of the paper's first convolution. pixel_blocks.cu supports no
 # other shape.
 STEM = (64, 3, 7, 7)
-VALUES = 256  # number of values in the blocks that an output pixel depends on
+VALUES = 256  # number of values in the blocks that an output pixel of the first convolution depends on
 PIXELS = 256  # number of output pixels that a program of pixel_blocks.cu processes at a time
-THREADS = {"convolve": 128, "kernel_gradient": 256, "add_parts": 256}  # threads per program
-EACH = {"convolve": 2, "kernel_gradient": 1, "add_parts": 8}  # programs per multiprocessor
+THREADS = {"convolve": 128, "kernel_gradient": 256, "add_parts": 256}  # threads per program of a CUDA kernel
+# maximum number of programs per multiprocessor; the number for add_parts is not used
+EACH = {"convolve": 2, "kernel_gradient": 1, "add_parts": 8}
 
 
 class Window(NamedTuple):
@@ -42,7 +43,7 @@ class Window(NamedTuple):
 
     taps: int  # height and width of the window, in blocks
     front: int  # 1 if the kernel needs a leading row and column of zeros, to align it with the blocks; else 0
-    before: int  # blocks of padding above the image, and to the left of it
+    before: int  # number of blocks of padding above the image, and also to the left of it
 
     @classmethod
     def of(cls, size: int) -> Window:
@@ -88,12 +89,15 @@ def _takes(x: Tensor) -> bool:
 
 
 def _has_kernels(x: Tensor) -> bool:
-    """Return whether the kernels can run on the device of ``x``; ROCm is excluded, because it is untested."""
+    """Return whether GPU kernels can run on the device of ``x``; ROCm is excluded, because it is untested."""
     return HAS_TRITON and dispatch.FAST and x.is_cuda and torch.version.hip is None
 
 
 def write_blocks(x: Tensor, blocks: Tensor, before: int) -> None:
-    """Write the images ``x`` to ``blocks``, a contiguous tensor of shape (N, rows, columns, channels), with Triton."""
+    """Write the images ``x`` to ``blocks``, a contiguous tensor of shape (N, rows, columns, channels), with Triton.
+
+    There are ``before`` blocks of padding above and to the left of each image.
+    """
     from .triton.pixel_blocks import to_blocks
 
     n, rows, columns, channels = blocks.shape
@@ -127,7 +131,7 @@ def convolve_by_blocks(x: Tensor, kernel: Tensor, bias: Tensor | None = None) ->
 
 
 def _can_convolve(blocks: Tensor, kernel: Tensor) -> bool:
-    # Call is_unseen() first: it is False under torch.compile, so that Dynamo does not trace the driver checks below.
+    # Call is_unseen() first: under torch.compile, it returns False, so that Dynamo does not trace the checks below.
     if not is_unseen(blocks, kernel) or not _has_kernels(blocks) or kernel.shape != STEM:
         return False
     device = blocks.device
@@ -181,14 +185,17 @@ def run_convolve(blocks: Tensor, kernel: Tensor, y: Tensor) -> None:
 
     Args:
         blocks: the images' blocks, of shape (N, rows + 3, columns + 3, channels).
-        kernel: the weights, of shape (outputs, inputs, K, K), in float32.
+        kernel: the weights, of shape ``STEM``, in float32.
         y: the tensor to write the output to, of shape (N, rows, columns, outputs).
     """
     _run("convolve", blocks, y, kernel, y)
 
 
 def run_kernel_gradient(blocks: Tensor, dy: Tensor) -> Tensor:
-    """Return the kernel's gradient, in float32, given the gradient ``dy`` of the output of :func:`run_convolve`."""
+    """Return the kernel's gradient, in float32, given the gradient ``dy`` of the output of :func:`run_convolve`.
+
+    Both tensors must be contiguous and start at multiples of 16 bytes.
+    """
     programs = _programs("kernel_gradient", dy)
     partial = torch.empty(programs, STEM[0], VALUES, dtype=torch.float32, device=dy.device)
     _run("kernel_gradient", blocks, dy, dy, partial)
@@ -241,9 +248,10 @@ def _tile_bytes(width: int) -> int:
 
 
 def _shared_memory(name: str, width: int) -> int:
-    """Return how many bytes of shared memory a program of the CUDA kernel ``name`` needs."""
-    # A tile is PIXELS output pixels. For two tiles, convolve and kernel_gradient store the blocks and the indices of
-    # the pixels' windows. In addition, convolve stores the padded weights, and kernel_gradient stores dy for two tiles.
+    """Return how many bytes of shared memory a program needs; ``name`` is "convolve" or "kernel_gradient"."""
+    # A tile is PIXELS output pixels. For two tiles, both kernels store the blocks and, for each pixel, the index of its
+    # window's top left block. In addition, convolve stores the padded weights, and kernel_gradient stores dy for two
+    # tiles.
     others = STEM[0] * (VALUES + 8) * 2 if name == "convolve" else 2 * PIXELS * STEM[0] * 2
     return 8 * PIXELS + 2 * _tile_bytes(width) + others
 

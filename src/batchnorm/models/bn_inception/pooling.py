@@ -19,11 +19,11 @@ from ...ops.torch_state import is_unseen
 from .channels_last import ChannelTiles, ColumnTiles, alignment, empty, readable, takes
 
 PIXELS, CHANNELS = 64, 128  # tile size of the kernels in triton/global_pool.py
-UNROLL = 2  # rows of windows per iteration of the max pool's loops; unrolling saves copies between registers
+UNROLL = 2  # rows of windows per iteration of unrolled max pooling loops; unrolling saves copies between registers
 
 
 class MaxPool2d(nn.MaxPool2d):
-    """Take the maximum of 3x3 windows, padded by 1.
+    """Take the maximum of 3x3 windows, with padding 1.
 
     >>> MaxPool2d(2)(torch.arange(16.0).view(1, 1, 4, 4))
     tensor([[[[ 5.,  7.],
@@ -73,7 +73,7 @@ class AvgPool2d(nn.AvgPool2d):
 
 
 def max_pool(x: Tensor, stride: int) -> Tensor:
-    """Return the maximum of each 3x3 window, padded by 1; ``stride`` must be 1 or 2."""
+    """Return the maxima of 3x3 windows of ``x``, with padding 1; ``stride`` must be 1 or 2."""
     y: Tensor = torch.ops.batchnorm.max_pool(x, stride)[0]
     return y
 
@@ -137,7 +137,7 @@ def _max_pool(x: Tensor, stride: int) -> tuple[Tensor, Tensor]:
 
 
 def max_pool_into(x: Tensor, y: Tensor, where: Tensor, stride: int, stats: Tensor | None = None) -> None:
-    """Write the maxima of ``x`` to ``y``, and their positions to ``where``.
+    """Write the maxima of 3x3 windows of ``x`` to ``y``, and the positions of the maxima to ``where``.
 
     ``y`` may be a range of the channels of a larger tensor. If ``stats`` is given, normalize by these batch statistics
     and apply ReLU before pooling.
@@ -166,7 +166,7 @@ def empty_places(y: Tensor) -> Tensor:
 
 
 def empty_maxima(x: Tensor, stride: int) -> Tensor:
-    """Return an uninitialized tensor for the maxima of ``x``."""
+    """Return an uninitialized tensor for the maxima of windows of ``x``."""
     n, c, h, w = x.shape
     return empty(x, (n, c, up(h, stride), up(w, stride)))
 
@@ -179,7 +179,7 @@ def _fake_max_pool(x: Tensor, stride: int) -> tuple[Tensor, Tensor]:
 def max_pool_gradient(
     dy: Tensor, where: Tensor, stride: int, height: int, width: int, plus: Tensor | None = None
 ) -> Tensor:
-    """Return the gradient of max pooling's input, plus ``plus`` if given; the result cannot be differentiated again."""
+    """Return the gradient of max pooling's input, added to ``plus`` if given; the result is not differentiable."""
     dy, row = readable(dy)
     # Saved-tensor hooks such as save_on_cpu may have changed the layout, but the kernel needs channels last.
     where = where.contiguous(memory_format=torch.channels_last)
@@ -259,7 +259,7 @@ def _keep_places(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _second_max_gradient(ctx: Any, ddx: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the values of ``ddx`` at the maxima: the backward pass is linear in dy, and this is its transpose."""
+    """Return the gradient of dy: the values of ``ddx`` at the maxima, and 0 for windows with the position NOWHERE."""
     (where,) = ctx.saved_tensors
     bits = torch.stack((where & 15, where >> 4), 2).flatten(1, 2)[:, : ddx.shape[1]].long()
     # triton/max_pool.py defines the bits of a position. UP and LEFT become the offset -1, and DOWN and RIGHT become 1.
@@ -289,7 +289,7 @@ for _name, _kernel, _fake in (
     ("max_pool_backward", max_pool_gradient, _fake_max_pool_backward),
     ("average_pool", _average_pool, _fake_average_pool),
 ):
-    # Register for every backend, not only for CUDA, because Triton's interpreter runs the kernels on CPU tensors.
+    # Register for every backend, not only for CUDA, because Triton's interpreter can run the kernels on CPU tensors.
     _library.impl(_name, _kernel, "CompositeExplicitAutograd")
     torch.library.register_fake(f"batchnorm::{_name}", _fake, lib=_library)
 torch.library.register_autograd("batchnorm::max_pool", _max_gradient, setup_context=_keep_max, lib=_library)

@@ -14,7 +14,8 @@ from ...ops.torch_state import is_forward_mode, is_unseen
 
 CHANNELS = 8  # number of output channels that a program of the forward kernel computes
 # A program of the backward kernel keeps the composed weight's gradient for one input channel on chip. LARGEST is
-# the maximum number of values of that gradient, with both of its dimensions rounded up to powers of two.
+# the maximum number of values of that gradient, with the number of output channels and the size of a filter rounded up
+# to powers of two.
 LARGEST = 2**14
 
 
@@ -83,7 +84,10 @@ def run_compose(pointwise: Tensor, depthwise: Tensor, inputs: int) -> Tensor:
 
 
 def run_compose_backward(dweight: Tensor, pointwise: Tensor, depthwise: Tensor, inputs: int) -> tuple[Tensor, Tensor]:
-    """Return the gradients of the pointwise and depthwise weights; all tensors must be contiguous."""
+    """Return the gradients of the pointwise and depthwise weights.
+
+    ``dweight`` is the gradient of the composed weight. All tensors must be contiguous and float32.
+    """
     from .triton.separable import compose_backward as kernel
 
     outputs, wide = pointwise.shape[:2]

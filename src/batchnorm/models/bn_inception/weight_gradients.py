@@ -22,8 +22,8 @@ class WeightGradients:
 
     Use the object in a ``with`` statement around the forward pass. Then iterate over :meth:`backward`, which computes
     the gradients, and call :meth:`wait`. The separate stream computes the gradients of weights that :func:`convolve`
-    and :func:`linear` use. If any weight is used more than once, all gradients are computed on the current stream,
-    because autograd would add up the gradients of that weight without waiting for the separate stream.
+    and :func:`linear` use. If any parameter is used more than once, all gradients are computed on the current stream,
+    because autograd would add up the gradients of that parameter without waiting for the separate stream.
 
     A cut is a tensor at which the backward pass is divided, so that weights can be updated before the whole pass ends;
     see :func:`note_cut`.
@@ -51,7 +51,7 @@ class WeightGradients:
         """Compute the gradients of ``weights``, given the gradient ``dy`` of the output ``y``.
 
         The backward pass is divided at the cuts, from the last cut to the first. After each segment, yield the indices
-        of the weights whose gradients are complete, and these gradients. Read the gradients only inside
+        of the weights whose gradients the segment computes, and these gradients. Read the gradients only inside
         :meth:`updating`, or after :meth:`wait`.
         """
         parts = divide(y, self.cuts)
@@ -73,7 +73,7 @@ class WeightGradients:
 
     @contextmanager
     def beside(self) -> Iterator[None]:
-        """Run the block on ``self.stream``; the tensors that the block reads must stay in memory until :meth:`wait`."""
+        """Run the ``with`` block on ``self.stream``; tensors that it reads must stay in memory until :meth:`wait`."""
         current = torch.cuda.current_stream()
         self.others |= {current, self.stream}
         self.stream.wait_stream(current)
@@ -82,7 +82,7 @@ class WeightGradients:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Run the block on ``self.update_stream``, after all gradient computations launched so far.
+        """Run the ``with`` block on ``self.update_stream``, after all gradient computations launched so far.
 
         The tensors that the block reads must stay in memory until :meth:`wait`.
         """
@@ -114,7 +114,7 @@ class WeightGradients:
         return sum(t.numel() * t.element_size() for _, inputs in self.pending for t in inputs)
 
     def wait(self) -> None:
-        """Make the current stream wait for all gradients and for the blocks of :meth:`updating`."""
+        """Make the current stream wait for all gradients and for the blocks of :meth:`beside` and :meth:`updating`."""
         for stream in self.others:  # a CUDA graph capture must join exactly the streams that it uses
             torch.cuda.current_stream().wait_stream(stream)
         self.pending.clear()
@@ -136,7 +136,8 @@ def is_aside() -> bool:
 def note_cut(x: Tensor) -> None:
     """Divide the backward pass at ``x``, if this thread is inside a :class:`WeightGradients` block.
 
-    Once the gradient of ``x`` is known, the gradients of all weights that were used after ``x`` are complete.
+    :meth:`WeightGradients.backward` then yields the gradients of the weights that were used after ``x`` first, and the
+    gradients of earlier weights later. If ``x`` does not require a gradient, do nothing.
     """
     if _local.gradients is not None and x.requires_grad:
         _local.gradients.cuts.append(x)
@@ -149,7 +150,8 @@ def divide(y: Tensor, cuts: Sequence[Tensor]) -> list[tuple[Tensor | None, Edges
     """Divide the backward graph of ``y`` at ``cuts``, which are in the order of the forward pass.
 
     Return the segments of the graph, from ``y`` to the leaves. Each segment is a pair: the cut at its end (None for the
-    last segment), and its edges. If a path leads around a cut, the graph is returned as one segment.
+    last segment), and its edges. If a path leads around a cut, or no path leads to a cut, the graph is returned
+    as one segment.
 
     >>> x = torch.ones((), requires_grad=True)
     >>> h = 2 * x
@@ -169,9 +171,9 @@ def divide(y: Tensor, cuts: Sequence[Tensor]) -> list[tuple[Tensor | None, Edges
 
 
 def _edges(start: Tensor, cut: Tensor | None) -> Edges | None:
-    """Count the edges of the backward graph from ``start`` to ``cut`` or, if that is None, to the leaves.
+    """Count the edges to each node of the backward graph of ``start``, without going past ``cut`` if it is given.
 
-    Return None if no path leads from ``start`` to ``cut``.
+    Return None if ``cut`` is given, but no path leads to it.
     """
     edges: Edges = Counter([start.grad_fn])
     nodes, reached = [start.grad_fn], cut is None

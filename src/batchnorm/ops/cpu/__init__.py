@@ -1,27 +1,29 @@
-"""The CPU path: a compiled kernel, torch's kernels if they are fast, and several torch operations for the rest.
+"""The CPU path: a compiled kernel, torch's kernels if they are fast, and otherwise a series of torch operations.
 
 A forward pass has to read x twice and write y, so memory bandwidth limits its speed. Torch is slower than this limit
-for three reasons. First, it computes the statistics of contiguous images in a scalar loop, and it vectorizes
-channels_last loops only over the channels, which is slow with few channels. Second, a separate ReLU allocates memory in
-the forward and in the backward pass. Third, on small batches, calling operators from Python takes most of the time.
+for three reasons. First, it computes the statistics of contiguous images in a scalar loop, and it vectorizes loops over
+channels_last images only along the channels, which is slow with few channels. Second, a separate ReLU adds a pass over
+memory to both the forward and the backward pass. Third, on small batches, calling operators from Python takes most of
+the time.
 
 So there are three implementations:
 
 - ``autograd.py`` is the fast path of layers in training. If compiler.py finds a C compiler, most dense float32 batches
-  use kernel.c: one call for the forward pass, and one for the backward pass. Half precision, and batches on which
-  torch's kernel is faster, use torch's kernel.
-- ``torch_kernels.py`` uses torch's kernel where that is the fastest, for example on small batches and in half
-  precision.
-- ``passes.py`` handles other batches in separate passes for the statistics, the transform and the activation. Its
+  use kernel.c: one call for the forward pass, and one for the backward pass. Most half-precision batches, and float32
+  batches on which torch's kernel is faster, use torch's kernel.
+- ``torch_kernels.py`` uses torch's kernel if that is the fastest implementation, for example on small batches and in
+  half precision.
+- ``passes.py`` handles other dense batches in separate passes for the statistics, the transform and the activation. Its
   backward pass uses torch's kernel if that is fast and accurate enough.
 
 Batches that are neither contiguous nor channels_last in memory, even after a copy, are left to ``composite.py``.
 
 ``batchnorm bench cpu`` compares this path with torch; the results are in results/cpu.json.
 
-Torch's kernels lose precision if the mean is many standard deviations from zero, because a*x + b is then a difference
-of large numbers. All three files check the statistics for such a mean, and passes.py then normalizes x - s instead of
-x, where s is close to the mean: BN(x - s) = BN(x). The code in kernel.c always subtracts the rounded mean.
+Torch's kernels compute BN(x) as a*x + b. If the mean is many standard deviations from zero, this is a difference of
+large numbers, which loses precision. So before using the output of torch's kernel, autograd.py and torch_kernels.py
+check the mean, and leave a batch with such a mean to passes.py. There, x - s is normalized instead of x, where s is
+close to the mean: BN(x - s) = BN(x). The code in kernel.c needs no check, because it always subtracts the rounded mean.
 """
 
 from __future__ import annotations
@@ -81,7 +83,7 @@ def _run(call: Call) -> tuple[Tensor, Moments]:
     x, gamma, beta, eps, activation, residual, *_ = call
     # In half precision, torch's kernel rounds BN(x) before the residual is added, so the sum may get the wrong sign.
     if torch_kernels.is_fast(x) and (residual is None or x.dtype.itemsize > 2):
-        constant = call.running is not None  # `run` then detaches the moments, so they need no gradient
+        constant = call.running is not None  # whether the moments need no gradient, because `run` detaches them
         found = torch_kernels.run(call, constant)
         if found is not None:
             remember(found[0], _again(eps, activation), x, gamma, beta, residual)
@@ -113,7 +115,7 @@ def normalize(call: Call, mean: Tensor, var: Tensor) -> Tensor:
     x, gamma, beta, eps, activation, residual, *_ = call
     dtype = statistics_dtype(x)
     mean, var = mean.to(dtype), var.to(dtype)
-    wanted = mean.requires_grad or var.requires_grad  # torch's kernel has no gradient for the statistics
+    wanted = mean.requires_grad or var.requires_grad  # whether to compute these gradients; torch's kernel cannot
     if wanted or not bool((mean.square() <= torch_kernels.CONDITION**2 * (var + eps)).all()):
         return composite.normalize(call, mean, var)
     gamma, beta = (None if v is None else v.to(dtype) for v in (gamma, beta))

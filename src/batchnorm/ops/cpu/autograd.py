@@ -1,15 +1,16 @@
 """Run training calls on the CPU with as little overhead around the kernel as possible.
 
-kernel.c handles dense float32 batches. One call computes y and updates the running averages; another call computes all
-gradients. The forward pass saves x, gamma and five numbers per channel. For smooth activations, it also saves beta and
-the residual. For relu, relu6 and leaky_relu, it also saves one byte per element if there is a residual.
+Most dense float32 batches use kernel.c. One call computes y and updates the running averages; another call computes all
+gradients. The forward pass saves x, gamma and five numbers per channel. If the activation's derivative takes more than
+two values, it also saves beta and the residual. For relu, relu6 and leaky_relu, it also saves one byte per element if
+there is a residual.
 
-Torch's kernel handles half precision, and float32 batches on which it is faster than kernel.c. It also updates the
-running averages. If the batch's statistics show that the output may be inaccurate, the averages are restored and
-``train_`` returns None.
+Batches without a residual use torch's kernel if it is faster than kernel.c, or if kernel.c cannot run, for example in
+half precision. Torch's kernel also updates the running averages. If the batch's statistics show that the output may be
+inaccurate, the averages are restored and ``train_`` returns None. It also returns None if neither kernel is suitable.
 
-On a small batch, the Python code around a kernel takes longer than the kernel. So the results of checks are cached for
-batches of the same shape, strides and dtype, and no tensors are created for the moments.
+On a small batch, the Python code around a kernel takes longer than the kernel. So the results of a layer's checks are
+cached for later batches of the same shape, strides and dtype, and ``train_`` does not return the moments.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ _f32 = torch.float32
 # A batch with fewer values than this uses one thread, because starting more threads would take longer than they save.
 PARALLEL = 1 << 14
 LARGE = 1 << 18  # from this many values on, torch's kernel may be faster than kernel.c: see train_
-LIMIT = torch_kernels.CONDITION**2  # the largest squared norm of mean / std at which torch's kernel is accurate
+LIMIT = torch_kernels.CONDITION**2  # squared norm of all channels' mean / std up to which torch's kernel is accurate
 ROWS_KEPT = 5  # how many numbers per channel are saved for the backward pass; equal to LINES in kernel.c
 
-_Addresses = tuple[int | None, int | None, int | None]  # addresses of the running mean, variance and batch count
-_NOWHERE = None, None, None
+_Addresses = tuple[int | None, int | None, int | None]  # of the running mean, variance and batch count
+_NOWHERE = None, None, None  # the kernel then updates nothing
 
 
 class Shape(ctypes.Structure):
@@ -60,7 +61,7 @@ class Shape(ctypes.Structure):
 
 
 class KernelForm(NamedTuple):
-    """Hold the values that all calls with the same shape and activation share, so that they are computed once."""
+    """Hold values that are computed once for all calls with the same shape, strides and activation."""
 
     forward: Callable[..., int]
     backward: Callable[..., int]
@@ -73,7 +74,7 @@ class KernelForm(NamedTuple):
     is_smooth: bool
     size: torch.Size
     stride: tuple[int, ...]
-    kept: Tensor  # torch.empty_like(kept) allocates the memory for the numbers per channel that are saved
+    kept: Tensor  # a template: torch.empty_like(kept) allocates the numbers that the forward pass saves per channel
 
 
 def form_of(x: Tensor, activation: Activation) -> KernelForm | None:
@@ -129,7 +130,7 @@ def train_(call: Call) -> Tensor | None:
         form = form_of(x, activation) if dense else None
         if residual is None and torch_kernels.is_fast(x):
             # Without an activation, and with the channels adjacent in memory, kernel.c moves as many bytes as torch's
-            # kernel, which is then faster for large batches.
+            # kernel, and torch's kernel is faster for large batches.
             alone = activation.name == "identity"
             if form is not None and alone and form.shape.length == 0 and x.numel() >= LARGE:
                 form = None
@@ -166,10 +167,11 @@ def train_(call: Call) -> Tensor | None:
         # Apply the activation before checking the statistics, while y is in the CPU's cache and torch's threads are
         # still awake.
         y = activate(y)
-    # `finite` is 0 or, if a variance is infinite, NaN: the channel's invstd is then 0, and inf * 0 is NaN.
+    # `finite` is 0 if all running variances (`var`) are finite, and otherwise NaN, because inf * 0 is NaN. If a
+    # variance of the batch is infinite, the updated running variance is not finite.
     finite = var.dot(invstd).item() * 0.0
-    # The norm of mean / std is at most the norm of mean times the norm of 1 / std. If this bound is above the limit,
-    # compute the norm itself.
+    # The norm of mean / std is at most the norm of mean times the norm of 1 / std. Only if this bound exceeds the
+    # limit, compute the norm itself.
     if not (mu.dot(mu).item() * invstd.dot(invstd).item() + finite <= LIMIT or _norm2(mu * invstd) + finite <= LIMIT):
         means[:], variances[:] = (memoryview(old).cast("f") for old in before)
         return None
@@ -185,7 +187,7 @@ def _norm2(v: Tensor) -> float:
 
 
 def _have_shapes_and_types(call: Call, running: Kept) -> bool:
-    """Return whether the kernels support these shapes, dtypes and devices."""
+    """Return whether the kernels support the shapes, dtypes and devices of the tensors in ``call`` and ``running``."""
     x = call.x
     mean, var, num_batches, _ = running
     return (
@@ -207,7 +209,7 @@ def _again_by_kernel(eps: float, form: KernelForm) -> Callable[..., Tensor]:
 
 def _again(eps: float, activate: Callable[[Tensor], Tensor] | None) -> Callable[..., Tensor]:
     def again(x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Tensor:
-        # Pass averages in float32: without averages, torch's kernel would round statistics to the dtype of x.
+        # Pass float32 averages: without averages, torch's kernel would round the statistics to the dtype of x.
         mean, var = torch.zeros(2, x.shape[1], dtype=_f32).unbind()
         y, _, _ = torch.native_batch_norm(flatten(x, x), gamma, beta, mean, var, True, 0.0, eps)
         return unflatten(y if activate is None else activate(y), x)
@@ -218,8 +220,8 @@ def _again(eps: float, activate: Callable[[Tensor], Tensor] | None) -> Callable[
 class _Memory(NamedTuple):
     """Hold the results of the checks in a layer's last call, and views of the layer's running averages.
 
-    Most calls of a layer have the same key as the call before, and need no checks. The views keep the averages' memory
-    alive, so no other tensor can have the same address.
+    Most calls of a layer have the same key as the call before, and skip these checks. The views keep the averages'
+    memory alive, so no other tensor can have the same address.
     """
 
     key: tuple[object, ...]
@@ -348,12 +350,12 @@ class CompiledFunction(torch.autograd.Function):
             g = form.activation
             if not hidden:
                 center, scale, offset = (composite.per_channel(v, x) for v in kept[:3])
-                # Compute z with the numbers that the kernel saved, so that g' is taken at the kernel's z.
+                # Compute z from the numbers that the kernel saved, by the same formula as the kernel.
                 dy, g = g.backward(dy, (x - center) * scale + offset), IDENTITY
             dx, dgamma, dbeta, dz = composite.backward(Call(x, gamma, beta, eps, g, residual), dy, passed)
         else:
             if x.dtype is not _f32 or x.stride() != form.stride or x.shape != form.size:
-                # Saved-tensor hooks have changed the dtype or the strides of x, so restore them.
+                # Saved-tensor hooks have changed the dtype, strides or shape of x, so restore them.
                 x = kept.new_empty_strided(form.size, form.stride).copy_(x)
             dz = dy = stored_like(dy, x)
             dx = torch.empty_like(x) if of_x else None
@@ -378,5 +380,5 @@ class CompiledFunction(torch.autograd.Function):
 
 
 # Function.apply checks that no torch.func transform is active and then calls the apply of its base class. Call the
-# latter directly, because train_ has already made this check.
+# base class's apply directly, because train_ has already made this check.
 _apply: Callable[..., Tensor] = super(torch.autograd.Function, CompiledFunction).apply

@@ -1,7 +1,7 @@
 """Compile kernel.c for this machine when it is first needed, and cache the library; compiling takes a few seconds.
 
-Without a compiler, torch's kernels run instead. The compiled code uses torch's threads: it starts them through the
-OpenMP library that torch has loaded.
+Without a compiler, torch's kernels run instead. The compiled code runs on torch's threads, through the OpenMP
+library that torch has loaded.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ FLAGS = (
 
 
 class Kernels(NamedTuple):
-    """Hold the compiled functions, and the addresses of the OpenMP functions that run code on torch's threads."""
+    """Hold the compiled functions, and the addresses of the OpenMP functions that they call."""
 
     forward: Callable[..., int]
     backward: Callable[..., int]
-    openmp: tuple[int | None, int | None, int | None]  # (None, None, None) if they were not found
+    openmp: tuple[int | None, int | None, int | None]  # (None, None, None) if one of them was not found
     uncached: str | None = None  # why the library could not be cached; None if it was cached
 
 
@@ -68,7 +68,7 @@ def _loaded(path: Path) -> Kernels:
 
 
 def _processor() -> str:
-    """Return a description of the processor for the cache key; -march=native compiles for this processor only."""
+    """Return a description of the processor for the cache key, because -march=native compiles for this processor."""
     try:
         with open("/proc/cpuinfo") as file:
             told = [
@@ -82,7 +82,7 @@ def _processor() -> str:
 def _openmp() -> tuple[int | None, int | None, int | None]:
     """Return the addresses of GOMP_parallel, omp_get_thread_num and omp_get_num_threads in torch's OpenMP library.
 
-    If a function is not found, all three addresses are None.
+    If the library or a function is not found, all three addresses are None.
     """
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))

@@ -1,18 +1,20 @@
-// Batch normalization of float32 tensors in training, y = g(BN(x) + residual), and its gradient. compiler.py compiles
-// this file and defines the codes of the activations g: IDENTITY, RELU, ...
+// Batch normalization of float32 tensors in training, y = g(BN(x) + residual), and its gradient. When compiler.py
+// compiles this file, it defines a macro for each activation g: IDENTITY, RELU, ...
 //
 // There are two kinds of tensors. "Planes" have the shape (n, channels, length); a plane is the `length` values of one
-// channel in one example. "Rows" have the shape (n, channels), and their `length` is 0.
+// channel in one example. "Rows" have the shape (n, channels); for them, the field `length` of Shape is 0.
 //
 // The work is divided into tasks, which run on several threads. For planes, a task is a group of neighboring channels,
-// whose values stay in the cache between passes. For rows, a task is a block of rows, and the sums of the blocks are
-// merged in a fixed order. So results do not depend on the number of threads. Both kinds of tasks use functions that
-// process a matrix, in which the values of a column belong to one channel. A matrix row may hold more than one row of
-// the tensor; to avoid confusion, a row of the tensor is then called a position.
+// so that their values may stay in the cache between passes. For rows, a task is a block of rows, and the sums of the
+// blocks are merged in a fixed order. The tasks do not depend on the number of threads, so the results do not either.
+// Both kinds of tasks use functions that process a matrix, in which the values of a column belong to one channel. For
+// rows, a matrix row may hold more than one row of the tensor; to avoid confusion, a row of the tensor is then called a
+// position.
 //
-// The statistics need two passes: the first computes a rough mean, and the second computes the sums of d = x - rough
-// and of d^2. These sums are precise, however far the mean is from zero. BN(x) = (x - center) * scale + offset is
-// precise for the same reason: `center` is the mean rounded to float32, and `offset` corrects this rounding error.
+// The statistics need two passes: the first computes `rough`, an approximate mean, and the second computes the sums of
+// d = x - rough and of d^2. These sums are precise, however far the mean is from zero, because `rough` is close to the
+// mean. BN(x) is computed as (x - center) * scale + offset, where `center` is the mean rounded to float32, and `offset`
+// is beta with a correction for this rounding. This is precise for the same reason: `center` is close to the mean.
 
 #include <math.h>
 #include <stdint.h>
@@ -25,7 +27,7 @@ typedef int64_t i64;
 
 typedef struct {
     i64 n, channels, length, activation;
-    double slope; // of leaky ReLU
+    double slope; // of leaky ReLU below zero
     // GOMP_parallel, omp_get_thread_num and omp_get_num_threads of torch's OpenMP library
     void (*parallel)(void (*)(void *), void *, unsigned, unsigned);
     int (*thread)(void), (*team)(void);
@@ -35,29 +37,30 @@ typedef struct {
     Shape shape;
     const float *x, *dy, *gamma, *beta, *residual;
     float *y, *dx, *dz, *dgamma, *dbeta;
-    unsigned char *passed; // whether each g'(z) is 1; used only if there is a residual and g' takes two values
+    unsigned char *passed; // per value: whether g'(z) is 1; used only if there is a residual and g' takes two values
     float *kept;           // for each channel: center, scale, offset, 1/std, mean - center
     double eps, *mean, *var;
     i64 tasks, threads;
-    int bad;
+    int bad; // whether a channel is bad: see keep
     // The last five fields are used only for rows.
     i64 positions, block, width; // positions per matrix row, matrix rows per block, columns per matrix
     float *lines, *sums;         // the coefficients of each column, the sums of each block
 } Call;
 
-// Indices of the coefficients of z = (x - center) * scale + offset and dx = dz * scale + (x - center) * slope + level.
+// Indices of the coefficients in z = (x - center) * scale + offset (plus a residual, if there is one) and in
+// dx = dz * scale + (x - center) * slope + level. LINES is the number of coefficients.
 enum { CENTER, SCALE, OFFSET, SLOPE, LEVEL, LINES };
-// The array `kept` has 1/std and mean - center in place of the slope and the level.
+// In the array `kept`, 1/std and mean - center take the places of the slope and the level.
 enum { INVSTD = SLOPE, LACK = LEVEL };
 
 enum {
-    RUN = 256,     // planes: minimum number of values per example in a group, except in the last group
-    WIDTH = 1024,  // maximum number of columns of a matrix, except for rows with more channels
+    RUN = 256,     // planes: minimum number of values per example in a group of channels, except in the last group
+    WIDTH = 1024,  // maximum number of columns of a matrix, unless the tensor is rows with more channels
     NARROW = 64,   // rows: minimum number of columns of a matrix
-    ADDED = 256,   // planes: float32 sums are added to float64 sums after about this many matrix rows
-    BLOCK = 65536, // rows: maximum number of values in a block, except if ROWS matrix rows have more
+    ADDED = 256,   // planes: maximum number of rows of a matrix; see also fold_when_due
+    BLOCK = 65536, // rows: maximum number of values in a block, unless its minimum of ROWS matrix rows holds more
     ROWS = 64,     // rows: minimum number of matrix rows in a block, except in the last block
-    TASKS = 16,    // rows: minimum number of blocks, if the tensor has enough rows
+    TASKS = 16,    // rows: minimum number of blocks, unless blocks would then have fewer than ROWS matrix rows
 };
 
 INLINE i64 least(i64 a, i64 b) { return a < b ? a : b; }
@@ -68,17 +71,18 @@ INLINE i64 least(i64 a, i64 b) { return a < b ? a : b; }
 #define INDEPENDENT _Pragma("GCC ivdep")
 #endif
 
-// ---- g and its derivative; where g' is discontinuous, it has the same value as in torch ----
+// ---- g and its derivative g'; where g' is discontinuous, g' has the same value as in torch ----
 
-// Computes exp(v) as 2^n * exp(r), where v = n ln(2) + r and a polynomial approximates exp(r). First clamps v to the
-// range from -87 to 88, in which the relative error is about 1e-7. Compilers can vectorize this function.
+// Computes exp(v) as 2^n * exp(r), where v = n ln(2) + r, n is an integer, and a polynomial approximates exp(r). First
+// clamps v to the range from -87 to 88, in which the relative error is about 1e-7. Compilers can vectorize this
+// function.
 INLINE float exponential(float v) {
     union {
         float f;
         uint32_t u;
     } n, power;
     v = v < -87 ? -87 : v > 88 ? 88 : v;
-    n.f = v * 1.44269504f + 12582912; // adding 1.5 * 2^23 puts the nearest integer into the lowest bits
+    n.f = v * 1.44269504f + 12582912; // adding 1.5 * 2^23 puts the integer nearest to v / ln(2) into the lowest bits
     power.u = (n.u + 127) << 23;
     float whole = n.f - 12582912, r = v - whole * 0.693359375f + whole * 2.12194440e-4f;
     float p = 1.9875691500e-4f;
@@ -93,7 +97,7 @@ INLINE float exponential(float v) {
 INLINE float sigmoid(float z) { return 1 / (1 + exponential(-z)); }
 
 INLINE float hyperbolic_tangent(float z) {
-    float q = z * z, near = 2 * sigmoid(2 * z) - 1; // `near` is inaccurate for small z
+    float q = z * z, near = 2 * sigmoid(2 * z) - 1; // because of the subtraction, `near` is inaccurate for small z
     float series = z + z * q * (-1 / 3.0f + q * (2 / 15.0f + q * (-17 / 315.0f + q * (62 / 2835.0f))));
     return q < 0.09f ? series : near;
 }
@@ -143,7 +147,7 @@ INLINE float activate_backward(float dy, float z, int activation, float below) {
     return dy;
 }
 
-// ---- the sums of each column of a matrix: `rows` rows of `width` values; rows are `stride` values apart ----
+// ---- add up the columns of a matrix of `rows` rows and `width` columns; rows are `stride` values apart ----
 
 INLINE void add(const float *restrict x, i64 rows, i64 stride, i64 width, float *restrict sum) {
     i64 i = 0;
@@ -173,10 +177,12 @@ INLINE void add_squares(
         }
 }
 
-// ---- passes over one matrix of the call's tensors ----
+// ---- passes over one matrix, which is the same part of x and of all other tensors of x's shape ----
+
+// In these passes, array i of the coefficients (CENTER, ...) starts at lines + i * pitch and has one value per column.
 
 typedef struct {
-    i64 at, rows, stride, width;
+    i64 at, rows, stride, width; // the matrix starts at index `at` of the tensors
 } Matrix;
 
 static void add_to(const Call *c, Matrix m, float *sum) { add(c->x + m.at, m.rows, m.stride, m.width, sum); }
@@ -209,7 +215,8 @@ INLINE float dz_of(float dy, float z, int passed, int activation, float below, i
     return passed ? dy : activation == LEAKY_RELU ? dy * below : 0;
 }
 
-// For each column, adds dz to `first` and dz * (x - center) to `second`. If `written`, also stores dz.
+// For each column, adds the sum of dz to `first` and the sum of dz * (x - center) to `second`. If `added`, z includes
+// the residual. If `marked`, `passed` says whether g'(z) is 1. If `written`, also stores dz.
 INLINE void reduce(
     const Call *c, Matrix m, const float *restrict lines, i64 pitch, float *restrict first, float *restrict second,
     int activation, int added, int marked, int written) {
@@ -245,7 +252,7 @@ INLINE void reduce(
     }
 }
 
-// Computes dx. `from` is dy, or dz if `activation` is IDENTITY. `from` may be the same memory as dx.
+// Computes dx. `from` is dz if `activation` is IDENTITY, and otherwise dy. `from` and dx may be the same memory.
 INLINE void differentiate(const Call *c, Matrix m, const float *lines, i64 pitch, const float *from, int activation) {
     const float *center = lines + CENTER * pitch, *scale = lines + SCALE * pitch, *offset = lines + OFFSET * pitch;
     const float *slope = lines + SLOPE * pitch, *level = lines + LEVEL * pitch, below = (float)c->shape.slope;
@@ -259,7 +266,8 @@ INLINE void differentiate(const Call *c, Matrix m, const float *lines, i64 pitch
     }
 }
 
-// The functions below pass constants to the loops above, so that the compiler makes a fast loop for each activation.
+// The next three functions pass constants to the loops above, so that the compiler makes a fast loop for each
+// activation.
 #define HAS_TWO_SLOPES(G) (G == RELU || G == LEAKY_RELU || G == RELU6)
 #define FOR_EACH_ACTIVATION(CASE)                              \
     switch (c->shape.activation) {                             \
@@ -281,8 +289,8 @@ static void transform_to(const Call *c, Matrix m, const float *lines, i64 pitch)
 #undef CASE
 }
 
-// Stores dz if dz depends on a residual, or if computing g' a second time would be slow. If dz is not stored,
-// differentiate_to computes it again.
+// Calls `reduce`, which also stores dz if dz depends on a residual, or if computing g' a second time would be slow. If
+// dz is not stored, differentiate_to computes dz again.
 static void reduce_to(const Call *c, Matrix m, const float *lines, i64 pitch, float *first, float *second) {
 #define CASE(G)                                                          \
     case G:                                                              \
@@ -332,14 +340,14 @@ static void keep(Call *c, i64 channel, double mean, double var) {
     kept[LACK * all] = (float)(mean - center);
     c->mean[channel] = mean;
     c->var[channel] = var;
-    // A channel is bad if its statistics are infinite, NaN or near overflow, or if its standard deviation is so small
-    // that squared deviations or the slope of dx come near the limits of float32.
+    // A channel is bad if its statistics are infinite, NaN or near overflow. It is also bad if its standard deviation
+    // is so small, or gamma so large, that squared deviations or the slope of dx come near the limits of float32.
     int good = fabs(mean) < 1e38 && var < 1e38 && invstd < 1e15 && fabs(scale) * invstd < 1e20;
     if (!good) __atomic_store_n(&c->bad, 1, __ATOMIC_RELAXED);
 }
 
-// Computes dgamma, dbeta and the coefficients of dx (Section 3 of the paper) from the sums of dz and of
-// dz * (x - center).
+// Computes dgamma, dbeta, and the slope and level of dx (Section 3 of the paper). `first` is the channel's sum of dz,
+// `second` is its sum of dz * (x - center), and `m` is its number of values.
 static void finish(Call *c, i64 channel, double m, double first, double second, float *slope, float *level) {
     i64 all = c->shape.channels;
     const float *kept = c->kept + channel;
@@ -358,8 +366,8 @@ typedef struct {
 } Range;
 
 // Returns the tasks of the calling thread. A thread's tasks are consecutive, so that threads rarely write to the same
-// cache lines. A thread has the same tasks in every pass, so that their values may still be in its core's cache. The
-// size of the team is read from OpenMP, which may start fewer threads than requested.
+// cache lines. A thread has the same tasks in every pass, so that the tasks' values may still be in its core's cache.
+// The number of threads (`team`) is read from OpenMP, which may start fewer threads than requested.
 static Range share(const Call *c) {
     i64 thread = 0, team = 1;
     if (c->threads > 1) {
@@ -382,11 +390,11 @@ static void run(Call *c, void (*work)(void *), i64 tasks, i64 threads) {
 
 // A group of channels is processed as a series of matrices, in which each channel has its own columns. If a plane has
 // up to WIDTH values, a matrix row holds the group's planes of one example. A longer plane is divided into matrix rows
-// of RUN values; a group then has only one channel.
+// of RUN values, of which the last may be shorter; a group then has only one channel.
 typedef struct {
     i64 from, here;       // first channel, number of channels
     i64 width, each;      // columns, columns per channel
-    i64 pieces, matrices; // matrices per plane (1 if a plane has up to WIDTH values), matrices in total
+    i64 pieces, matrices; // matrices into which a plane is divided (1 for up to WIDTH values), matrices in total
 } Group;
 
 static i64 channels_of_group(const Shape *f) { return least(f->channels, 1 + (RUN - 1) / f->length); }
@@ -415,7 +423,7 @@ static Matrix matrix_of(const Shape *f, const Group *g, i64 which) {
     return (Matrix){at + left * RUN, 1, RUN, f->length % RUN};
 }
 
-// Adds `columns` to the channels' sums, which are every second element of `sums`, and then sets `columns` to zero.
+// Adds the columns' sums (`columns`) to the channels' sums (every second element of `sums`). Then sets `columns` to 0.
 static void fold(const Group *g, float *columns, double *sums) {
     for (i64 k = 0; k < g->here; ++k) {
         const float *v = columns + k * g->each;
@@ -430,12 +438,12 @@ static void fold(const Group *g, float *columns, double *sums) {
     memset(columns, 0, g->width * sizeof(float));
 }
 
-// The sums of a group. `first` and `second` have one sum per column; they are regularly added to `sums`, which has two
-// float64 sums per channel and is therefore more precise.
+// The sums of a group. `first` and `second` have one float32 sum per column. To limit rounding errors, they are
+// regularly added to `sums`, which has two float64 sums per channel, and then set to zero.
 typedef struct {
     float first[WIDTH], second[WIDTH];
     double sums[RUN][2];
-    i64 added;
+    i64 added; // number of matrix rows that `first` and `second` cover
 } Sums;
 
 static void clear(Sums *s, const Group *g) {
@@ -445,8 +453,8 @@ static void clear(Sums *s, const Group *g) {
     s->added = 0;
 }
 
-// Call this after each matrix. Adds the columns' sums to the channels' sums if the columns' sums now cover at least
-// ADDED matrix rows, or if this was the last matrix.
+// Must be called after each matrix. Adds the columns' sums to the channels' sums if the columns' sums now cover at
+// least ADDED matrix rows, or if this was the last matrix.
 static void fold_when_due(Sums *s, const Group *g, i64 rows, int last) {
     s->added += rows;
     if (s->added < ADDED && !last) return;
@@ -527,10 +535,10 @@ static void planes_backward(void *given) {
 // ---- rows ----
 
 // A block is a matrix of up to c->block rows and c->width columns. If there are few channels, a matrix row holds
-// several positions (rows of the tensor), and the last matrix row may be incomplete.
+// several positions (rows of the tensor), and the last matrix row of the last block may be incomplete.
 typedef struct {
-    Matrix full, tail; // the complete matrix rows, and the incomplete one
-    i64 positions;
+    Matrix full, tail; // the complete matrix rows, and the incomplete one (with width 0 if there is none)
+    i64 positions;     // in the whole block
 } Block;
 
 static Block block_of(const Call *c, i64 task) {
@@ -609,8 +617,8 @@ static void rows_reduce(void *given) {
 // Sets c->positions, c->width and c->block, and returns the number of blocks.
 static i64 divide(Call *c) {
     i64 channels = c->shape.channels;
-    // If there are few channels, put several positions into a matrix row. The number of columns must be at least NARROW
-    // and a multiple of 16, so that a row fills whole SIMD vectors.
+    // If there are fewer than NARROW channels, put several positions into a matrix row. The number of columns must then
+    // be at least NARROW and a multiple of 16, so that a row fills whole SIMD vectors.
     c->positions = 1;
     while (channels < NARROW && (c->positions * channels < NARROW || c->positions * channels % 16)) ++c->positions;
     c->width = c->positions * channels;
@@ -688,7 +696,7 @@ static int rows_backward(Call *c, i64 threads) {
 
 // ---- called from Python ----
 
-// Treats a tensor with few rows and many channels as planes of one value each.
+// Returns the given shape. For rows with many channels and small n, sets `length` to 1, so that each value is a plane.
 static Shape shape_of(const Shape *given) {
     Shape f = *given;
     if (!f.length && f.channels >= WIDTH && f.n <= ADDED) f.length = 1;
@@ -697,9 +705,10 @@ static Shape shape_of(const Shape *given) {
 
 static i64 groups_of(const Shape *f) { return (f->channels + channels_of_group(f) - 1) / channels_of_group(f); }
 
-// Writes y, kept and, if `passed` is not null, passed. Updates the running averages if `running_mean` is not null; a
+// Writes y and kept. If `passed` is not null, there must be a residual, and g must be ReLU, leaky ReLU or ReLU6;
+// `passed` is then written too. If `running_mean` is not null, updates the running averages and increments `batches`; a
 // momentum of NaN means a cumulative average. Returns 0 on success, 1 if a channel is bad (see keep), and -1 if out of
-// memory. If the result is not 0, the averages are unchanged, and y and kept are undefined.
+// memory. If the result is not 0, the averages are unchanged, and y, kept and passed are undefined.
 int forward(
     const Shape *given, i64 threads, double eps, double momentum, const float *x, const float *gamma, const float *beta,
     const float *residual, float *running_mean, float *running_var, i64 *batches, float *y, unsigned char *passed,
@@ -729,9 +738,9 @@ int forward(
     return failed ? failed : c.bad;
 }
 
-// Writes the gradients of gamma and beta and, if `dx` is not null, dx. If `passed` is not null or the derivative of g
-// takes more than two values, also writes dz; `dz` must then not be null, and may be the same memory as `dx`. Returns 0
-// on success, and -1 if out of memory.
+// Writes the gradients of gamma and beta and, if `dx` is not null, dx. If `passed` is not null or g' takes more than
+// two values, also writes dz; `dz` must then not be null, and may be the same memory as `dx`. Otherwise, `dz` must be
+// null. Returns 0 on success, and -1 if out of memory.
 int backward(
     const Shape *given, i64 threads, const float *x, const float *dy, const float *residual, unsigned char *passed,
     const float *kept, float *dx, float *dz, float *dgamma, float *dbeta) {

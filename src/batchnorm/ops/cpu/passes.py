@@ -1,7 +1,7 @@
 """Batch normalization for tensors without a fast kernel: several passes over memory, as one differentiable function.
 
-A tensor is viewed as a matrix with one or more columns per channel (:class:`Matrix`), or as one plane of locations for
-each example and channel (:class:`Planes`). A position is one location of one example.
+A tensor is viewed as a matrix with one or more columns per channel (:class:`Matrix`), or as one plane of spatial
+locations for each example and channel (:class:`Planes`). A position is one location of one example.
 
 All buffers have x's shape and strides. Per-channel vectors are numpy arrays, mostly in float64. A call runs many
 operations on these vectors, and numpy has less overhead per operation than torch.
@@ -28,17 +28,17 @@ from .torch_kernels import GRADIENT_ROWS, ROWS, VECTOR, apply_, stored_like
 
 Vector = NDArray[np.float64]
 
-# If mean^2 / (var + eps) is above this limit, the mean is subtracted from x first. Up to the limit, the cancellation in
-# E[x^2] - mean^2 makes the relative error of the variance at most about this many times larger.
+# If mean^2 / (var + eps) of a channel is above this limit, the mean is subtracted from x first. Up to the limit, the
+# relative error of var + eps, with var = E[x^2] - mean^2, is at most about this many times that of E[x^2].
 CONDITION = 16.0
-# If there are few channels, a row of a `Matrix` holds several positions, but at most this many columns: enough for full
-# SIMD vectors and long loops, and few enough that a row of sums stays in the L1 cache.
+# If there are few channels, a row of a `Matrix` holds several positions. Such a row has at most this many columns:
+# enough for full SIMD vectors and long loops, and few enough that a row of sums stays in the L1 cache.
 WIDTH = 1024
-# A contiguous tensor with fewer locations per example than this is viewed as a `Matrix`, because loops over the
-# locations of a plane would be too short to be fast.
+# A contiguous tensor with several channels and fewer locations than this per example is viewed as a `Matrix`, because
+# loops over the locations of a plane would be too short to be fast.
 SHORT = 32
-# `Planes.moments` calls torch's norm on at most this many values, which gives a relative error of about 1e-6. With 64
-# times as many values, the error would be about 1e-4.
+# `Planes.moments` computes the norm of at most this many values of a plane at a time, so that the relative error of
+# torch's norm is about 1e-6. With 64 times as many values, the error would be about 1e-4.
 PIECE = 1 << 16
 
 _aten = torch.ops.aten
@@ -70,8 +70,8 @@ class BatchNormFunction(torch.autograd.Function):
             mean, var = layout.moments(wide)
             shift = None
             if not (mean * mean <= CONDITION * (var + eps)).all():
-                # Subtract the rounded mean, the shift, from x; for x near the shift, this is exact. From here on,
-                # `wide` and `mean` are relative to the shift.
+                # The shift is the mean, rounded to float32 unless x is float64. Subtract the shift from x; for values
+                # near the shift, the difference is exact. From here on, `wide` and `mean` are relative to the shift.
                 shift = mean.astype(np.float32).astype(np.float64) if dtype == torch.float32 else mean
                 wide = _shifted(layout, x, shift)
                 mean, var = layout.moments(wide)
@@ -151,8 +151,8 @@ def _fast_backward(ctx: Any, dy: Tensor | None, dmean: Tensor | None, dvar: Tens
         dgamma, dbeta = (_tensor(v, wide.dtype) for v in sums)
     if needs[0]:
         b, c = _coefficients(ctx, x.numel() // x.shape[1], sums, dmean, dvar)
-        # Write dx over g if g is a new tensor and is not returned as the residual's gradient. This is faster, because
-        # a new buffer costs more than the arithmetic.
+        # Write dx over `g` (dz) if `g` is a new tensor and is not returned as the residual's gradient. This is faster,
+        # because writing to a new buffer takes longer than the arithmetic.
         ours = g is not None and g is not dy and not needs[3]
         dx = g if ours else torch.empty_like(wide)
         if ours:
@@ -168,8 +168,9 @@ def _fast_backward(ctx: Any, dy: Tensor | None, dmean: Tensor | None, dvar: Tens
 def _coefficients(
     ctx: Any, m: int, sums: tuple[Vector, Vector] | None, dmean: Tensor | None, dvar: Tensor | None
 ) -> tuple[Vector, Vector]:
-    """Return b and c of dx = s*dz + b*x + c, from Section 3 of the paper, with s = gamma * invstd.
+    """Return b and c of dx = s*dz + b*x + c, where s = gamma * invstd.
 
+    They follow from the gradients in Section 3 of the paper; ``m`` is the number of values per channel:
     dx = s (dz - dbeta/m - x_hat dgamma/m) + dmean/m + 2 dvar (x - mean)/m
     """
     b, c = np.zeros_like(ctx.mean), np.zeros_like(ctx.mean)
@@ -237,7 +238,7 @@ class _Dense(ABC):
 
     @abstractmethod
     def spread(self, v: Vector, x: Tensor) -> Tensor:
-        """Return per-channel numbers in x's dtype, shaped to broadcast over ``view(x)``."""
+        """Return the per-channel numbers ``v`` in x's dtype, shaped to broadcast over ``view(x)``."""
 
     def affine(self, x: Tensor, a: Vector, b: Vector, out: Tensor) -> None:
         """Write a*x + b to ``out``, which may be ``x``."""
@@ -256,9 +257,9 @@ class _Dense(ABC):
 class Matrix(_Dense):
     """View memory as a matrix in which each column belongs to one channel; a row has the shape (period, C, run).
 
-    If the channels are adjacent (channels_last), ``run`` is 1, and a row holds ``period`` positions: several if there
-    are few channels, else one. In a contiguous tensor with few locations, ``period`` is 1, ``run`` is the number of
-    locations, and each channel has ``run`` adjacent columns.
+    If the channels are adjacent (channels_last), ``run`` is 1, and a row holds ``period`` positions, so that rows can
+    be long even if there are few channels. In a contiguous tensor with few locations, ``period`` is 1, ``run`` is the
+    number of locations, and each channel has ``run`` adjacent columns.
     """
 
     period: int
@@ -271,13 +272,13 @@ class Matrix(_Dense):
         return memory.view(-1, self.period * self.channels * self.run)
 
     def spread(self, v: Vector, x: Tensor) -> Tensor:
-        """Repeat each channel's number in its columns."""
+        """Return a row that has each channel's number in all columns of the channel."""
         return torch.from_numpy(v.astype(_numpy_type(x)).take(_owners(self.period, self.channels, self.run)))
 
     def moments(self, x: Tensor) -> tuple[Vector, Vector]:
         """Return the channels' mean and variance, merged from the moments of blocks of rows (Chan, Golub & LeVeque)."""
-        # Put as many positions as possible into a row: the matrix then has fewer rows, and torch's kernel is called on
-        # fewer blocks of rows.
+        # Put as many positions into a row as WIDTH allows: the matrix then has fewer rows, and torch's kernel is called
+        # on fewer blocks of rows.
         wide = Matrix(_wide(x.numel() // self.channels, self.channels), self.channels, 1) if self.run == 1 else self
         blocks = wide.view(x).split(ROWS)
         parts = [torch.batch_norm_update_stats(b, None, None, 0.0) for b in blocks]
@@ -289,7 +290,7 @@ class Matrix(_Dense):
         return total, np.einsum("b,bpcr->c", weight, var)
 
     def reduce(self, g: Tensor, x: Tensor, mean: Vector, invstd: Vector) -> tuple[Vector, Vector]:
-        """Return dgamma and dbeta: torch's kernel sums each block of rows; these sums are added in float64."""
+        """Return dgamma and dbeta: torch's kernel sums each block of rows; the blocks' sums are added in float64."""
         statistics = self.spread(mean, x), self.spread(invstd, x)
         blocks = zip(self.view(g).split(ROWS), self.view(x).split(ROWS), strict=True)
         parts = [_backward(*b, None, None, None, *statistics, True, 0.0, _SUMS) for b in blocks]
@@ -324,14 +325,14 @@ class Planes(_Dense):
         return x.view(x.shape[0], self.channels, -1)
 
     def spread(self, v: Vector, x: Tensor) -> Tensor:
-        """Return the channels' numbers as a column."""
+        """Return the channels' numbers as a column of shape (C, 1)."""
         return torch.from_numpy(v.astype(_numpy_type(x))[:, None])
 
     def moments(self, x: Tensor) -> tuple[Vector, Vector]:
         """Return the channels' mean and variance; sums of x and x^2 over each plane are added up in float64.
 
         If the variance is small compared with mean^2, E[x^2] - mean^2 loses precision; the caller then calls this
-        method again on a shifted x.
+        method again on x minus a shift.
         """
         planes = self.view(x)
         m = planes.shape[0] * planes.shape[2]
@@ -361,7 +362,7 @@ class Planes(_Dense):
         return dx.view(x.shape), dgamma, dbeta
 
     def affine(self, x: Tensor, a: Vector, b: Vector, out: Tensor) -> None:
-        """Write a*x + b in two passes: torch vectorizes operations with one broadcast operand, but not with two."""
+        """Write a*x + b to ``out`` in two passes: torch vectorizes operations with one broadcast operand, not two."""
         torch.mul(self.view(x), self.spread(a, x), out=self.view(out)).add_(self.spread(b, x))
 
 
@@ -369,7 +370,7 @@ Layout = Matrix | Planes
 
 
 def layout_of(x: Tensor) -> Matrix | Planes | None:
-    """Return the layout of a tensor (N, C, ...), or None if it is neither contiguous nor channels_last."""
+    """Return the layout of a tensor (N, C, ...), or None if the tensor is neither contiguous nor channels_last."""
     channels, locations = x.shape[1], prod(x.shape[2:])
     if x.is_contiguous() and locations > 1:
         return Matrix(1, channels, locations) if locations < SHORT and channels > 1 else Planes(channels)

@@ -14,15 +14,16 @@ from ..call import Call
 from ..composite import moments_backward
 from ..moments import Moments, statistics_dtype
 
-# Torch's kernel normalizes by computing a*x + b in float32. This is accurate enough if |mean| / std is at most this
-# limit for every feature: the error is then at most about 2e-5 standard deviations. `run` checks the norm of all
-# features' ratios, which is at least as large as each ratio.
+# Torch's kernel normalizes by computing a*x + b, in float32 unless x is float64. In float32, this is accurate enough if
+# |mean| / std is at most CONDITION for every channel: the error is then at most about 2e-5 standard deviations. `run`
+# compares CONDITION with the norm of all channels' ratios, which is at least as large as each ratio.
 CONDITION = 100.0
 
-# Torch's kernel for contiguous (N, C, L) input is not vectorized. Up to this many elements per thread, one call of this
-# slow kernel is still faster than the several calls of fast kernels in passes.py.
+# Torch's kernel computes the statistics of contiguous images in a scalar loop. Up to this many elements per thread, one
+# call of this slow kernel is still faster than the several calls of fast kernels in passes.py.
 IMAGE_ELEMENTS = 200_000
-# For channels_last input with fewer than VECTOR channels, torch's kernel is the fastest up to this many elements.
+# For channels_last input with few channels (fewer than VECTOR, see below), torch's kernel is the fastest up to this
+# many elements.
 FEW_ELEMENTS = 16_000
 # For channels_last input, torch's kernels are vectorized if there are at least this many channels.
 VECTOR = 16
@@ -40,22 +41,22 @@ LARGE_HALF = 1 << 20
 
 
 def is_fast(x: Tensor) -> bool:
-    """Return whether torch's kernels are the fastest for ``x`` and accurate for well-conditioned values."""
+    """Return whether torch's kernels are the fastest for ``x``, and accurate if the mean is small (see CONDITION)."""
     elements, shape = x.numel(), x.shape
     channels = shape[1]
     if elements <= channels:  # with one value per channel, the kernel's unbiased variance would be 0/0
         return False
-    # In half precision, nothing else is fast, and the error of a sum over GRADIENT_ROWS rows is small enough.
+    # In half precision, only torch's kernel is fast, and the error of a sum over GRADIENT_ROWS rows is small enough.
     half = x.dtype.itemsize == 2 and elements <= GRADIENT_ROWS * channels
     if x.is_contiguous():
         if elements > shape[0] * channels:
             return half or elements <= IMAGE_ELEMENTS * min(channels, torch.get_num_threads())
     elif not x.movedim(1, -1).is_contiguous() or (x.dim() == 3 and not half):
-        return False  # for (N, C, L) input with adjacent channels, torch's kernel is slow
+        return False  # x is not dense, or is (N, C, L) with adjacent channels, for which torch's kernel is slow
     elif channels < VECTOR:
         return x.dim() > 3 and elements <= FEW_ELEMENTS
-    # If the channels are adjacent in memory, torch's kernel is the fastest at any size. But it adds the rows one by one
-    # in float32, which is inaccurate for many rows; passes.py adds them in blocks.
+    # Here, the channels are adjacent in memory, and torch's kernel is the fastest at any size. But this kernel adds the
+    # rows one by one in float32, which is inaccurate for many rows; passes.py adds the rows in blocks.
     return half or elements <= ROWS * channels
 
 
@@ -68,12 +69,12 @@ def run(call: Call, constant_moments: bool) -> tuple[Tensor, Moments] | None:
     gamma = gamma if gamma is None or gamma.dtype == dtype else gamma.to(dtype)
     beta = beta if beta is None or beta.dtype == dtype else beta.to(dtype)
     # The kernel returns 1/sqrt(var + eps), from which a variance much smaller than eps cannot be recovered. But the
-    # kernel also updates a running variance: if that starts at 0 and the momentum is (m-1)/m, it becomes the biased
-    # variance of the batch.
+    # kernel also updates a running variance. If the running variance starts at 0 and the momentum is (m-1)/m, the
+    # result is the biased variance of the batch.
     var, unused = torch.zeros(channels, dtype=dtype), torch.zeros(channels, dtype=dtype)
     y, mean, invstd = torch.native_batch_norm(flatten(x, x), gamma, beta, unused, var, True, (m - 1) / m, eps)
     ratio = mean.numpy() * invstd.numpy()
-    if not ratio.dot(ratio) <= CONDITION**2:  # unlike > CONDITION**2, this condition is true for NaN
+    if not ratio.dot(ratio) <= CONDITION**2:  # `not <=` instead of `>`, because NaN must return None too
         return None
     if residual is not None:
         y = (y + flatten(residual, x)).to(x.dtype)
@@ -95,7 +96,7 @@ class _DifferentiableMoments(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dmean: Tensor | None, dvar: Tensor | None) -> tuple[Tensor | None, None, None]:
         x, mean = ctx.saved_tensors
-        # Double backward must differentiate the mean too. The saved mean is a constant, so compute it from x again.
+        # Double backward must differentiate the mean too. The saved mean is a constant, so compute the mean from x.
         return moments_backward(x, dmean, dvar, None if torch.is_grad_enabled() else mean), None, None
 
 
@@ -104,7 +105,7 @@ def flatten(t: Tensor, x: Tensor) -> Tensor:
 
     With four or more dimensions, the kernels tell contiguous from channels_last gradients by their strides. The stride
     of a dimension of size 1 is meaningless, so the kernels may mistake one layout for the other. A flattened tensor has
-    the shape (M, C) or (N, C, L), for which the kernels expect only one layout.
+    two dimensions (positions, C) or three (N, C, locations), for which the kernels expect only one layout.
     """
     if x.dim() < 4 or 1 not in x.shape:
         return t
@@ -125,7 +126,7 @@ def stored_like(t: Tensor, x: Tensor) -> Tensor:
 
 
 def apply_(activation: Activation, z: Tensor) -> Tensor:
-    """Overwrite ``z`` with g(z): a second buffer would cost more than the arithmetic."""
+    """Overwrite ``z`` with g(z) and return it: writing to a second buffer would take longer than the arithmetic."""
     match activation.name:
         case "identity":
             return z
@@ -157,7 +158,8 @@ class HalfRelu(torch.autograd.Function):
     """Apply ReLU in place to float16 or bfloat16 by comparing bit patterns, without converting to float32.
 
     The bit patterns are read as int16. Positive values and +0 are then nonnegative integers. Negative values and -0 are
-    integers up to that of -inf. NaNs are larger than that of -inf, so they are not mistaken for negative values.
+    integers that do not exceed the integer of -inf. The integer of a NaN is larger than that of -inf, so a NaN is not
+    mistaken for a negative value.
     """
 
     @staticmethod

@@ -3,8 +3,8 @@
 // Python chooses the kernels for tensors of given shapes, strides and types, launches them the first time, and
 // describes the launches to this file (add_forward, add_backward). This file then handles later calls of the same kind:
 // it allocates the outputs, launches the kernels and records the call for autograd. Python handles calls that are
-// unusual or not yet described. In such a case, train_ returns None to its caller in autograd.py, and the torch
-// operators in this file call the Python functions that were passed to configure().
+// unusual or not yet described. For such calls, train_ returns None to its caller in autograd.py, whereas the torch
+// operators and the backward pass in this file call the Python functions that were passed to configure().
 
 #define PY_SSIZE_T_CLEAN
 #include <torch/csrc/autograd/custom_function.h>
@@ -50,15 +50,15 @@ union Value {
 };
 
 struct Write {
-  int offset, slot;
-  char kind;  // the format character of Python's module struct: P, f or i
+  int offset, slot;  // where to write in a copy of `image`, and the index of the value
+  char kind;  // the value's type, as a format character of Python's struct module: P, f or i
 };
 
 struct Launch {
   void* function;
   unsigned programs, threads, shared;
   bool cooperative;
-  std::string image;  // all arguments, concatenated; each launch copies them and overwrites those that `writes` lists
+  std::string image;  // all arguments, concatenated; each launch copies this string and applies `writes` to the copy
   std::vector<int> offsets;  // the offset of each argument in `image`
   std::vector<Write> writes;
 
@@ -84,7 +84,7 @@ struct Pass {
   std::vector<Launch> launches;
 };
 
-// ---- the passes that Python has described, keyed by everything that a pass depends on
+// ---- the passes that Python has described, keyed by everything that the choice of launches depends on
 
 struct Key {
   std::array<int64_t, 32> numbers{};
@@ -210,7 +210,8 @@ static bool are_ordinary(const Call& c) {
   return true;
 }
 
-// Returns y, the statistics and the sign bits, or nullopt if Python has to handle the call.
+// Runs a forward pass, and updates the running averages if the call has any. Returns y, the statistics and the sign
+// bits, or nullopt if Python has to handle the call.
 static std::optional<Triple> forward(const Call& c) {
   if (!are_ordinary(c)) return std::nullopt;
   const auto* pass = find(c.key());
@@ -239,7 +240,8 @@ static std::optional<Triple> forward(const Call& c) {
   return Triple{y, stats, bits};
 }
 
-// Returns dx, dgamma, dbeta and the residual's gradient, or nullopt if Python has to handle the call.
+// Runs a backward pass. Returns dx, dgamma, dbeta and the residual's gradient, or nullopt if Python has to handle the
+// call.
 static std::optional<Four> backward(const Gradient& g) {
   const auto& x = g.x;
   if (!g.dy.defined() || x.dim() < 2 || x.dim() > MAX_DIMS || g.dy.sizes() != x.sizes()) return std::nullopt;
@@ -321,7 +323,8 @@ static c10::DispatchKeySet keys_of(const c10::Device& device) {
   return at::empty({0}, at::TensorOptions().device(device)).key_set();
 }
 
-// Returns whether all tensors are plain: they are on this type of device, and none is a subclass, sparse or quantized.
+// Returns whether all tensors have the dispatch keys of an ordinary dense tensor on this type of device. For example,
+// sparse, quantized and traced tensors have other keys.
 static bool are_plain(const c10::Device& device, std::initializer_list<const Tensor*> tensors) {
   static const auto cpu = keys_of(c10::Device(c10::DeviceType::CPU));
   auto expected = cpu;
@@ -335,7 +338,7 @@ static bool are_plain(const c10::Device& device, std::initializer_list<const Ten
 }
 
 struct Fused : torch::autograd::Function<Fused> {
-  // Lets compiled autograd trace backward(). During tracing, tensors are not plain, so backward() calls Python.
+  // Lets compiled autograd trace backward(). During tracing, are_plain() is false, so backward() calls Python.
   static constexpr bool is_traceable = true;
 
   static Tensor forward(
@@ -486,8 +489,9 @@ static bool is_final(const Tensor& x, const Optional& gamma, const Optional& bet
       !requires_grad(residual.value_or(Tensor()));
 }
 
-// If AUTOGRAD, these functions are registered for autograd: they call Python if a call needs tracing or a gradient.
-// Compiled graphs contain their own backward pass, so they need no gradient here.
+// With AUTOGRAD, the functions `fused` and `fused_` are the operators' implementations for autograd. They call Python
+// if a call needs tracing or a gradient. When a compiled graph runs, its calls need neither, because the graph contains
+// its own backward pass.
 template <bool AUTOGRAD>
 static Triple fused(
     const Tensor& x, const Optional& gamma, const Optional& beta, const Optional& residual, double eps,

@@ -2,8 +2,8 @@
 
 There are three operators: ``fused`` normalizes a batch, ``fused_`` also updates the running averages, and
 ``fused_backward`` computes the gradients of either operator. The forward pass saves x, the parameters and eight numbers
-per channel. If a residual was added before an activation, the forward pass also saves one bit per element (relu, relu6,
-leaky_relu) or the residual itself (sigmoid, tanh, silu, hardswish).
+per channel (the statistics). If a residual was added before an activation, the forward pass also saves one bit per
+element (relu, relu6, leaky_relu) or the residual itself (sigmoid, tanh, silu, hardswish).
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ from .layout import as_dense, empty_dense, find_geometry, geometry_of
 from .sign_bits import empty_bits, unpack
 
 # Maps the name of an activation to two numbers: the activation's code in the kernels, and what its gradient needs if a
-# residual was added (0: nothing, 1: the sign bits, 2: the residual). autograd.cpp calls the second number Keep.
+# residual was added (0: nothing, 1: the sign bits, 2: the residual). In autograd.cpp, the second number is the enum
+# Keep.
 _CODES = {name: (code, 0 if name == "identity" else 1 if name in TWO_SLOPES else 2) for code, name in enumerate(NAMES)}
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 HAS_TRITON = find_spec("triton") is not None
@@ -145,7 +146,8 @@ def normalize(call: Call, mean: Tensor, var: Tensor) -> Tensor:
     if not torch.is_grad_enabled() or not _any_requires_grad(x, gamma, beta, residual, mean, var):
         y = launch.normalize(call, mean, var)
         return composite.normalize(call, mean, var) if y is None else y
-    rounds = residual is not None and x.dtype.itemsize < 4  # F.batch_norm would round BN(x) before the sum
+    # Whether F.batch_norm would round BN(x) to 16 bits before the residual is added.
+    rounds = residual is not None and x.dtype.itemsize < 4
     if rounds or mean.requires_grad or var.requires_grad:
         return composite.normalize(call, mean, var)
     gamma, beta = (None if v is None else v.float() for v in (gamma, beta))
@@ -178,7 +180,8 @@ def _moves(running: Kept, channels: torch.Size) -> bool:
 def _normalize(call: Call, *, alone: bool = False) -> tuple[Tensor, Tensor]:
     """Return y and the statistics.
 
-    If ``alone``, only y is meaningful, and the caller must already have checked :func:`is_unseen`.
+    If ``alone``, the caller must use only y, because the second result may not be the statistics. The caller must also
+    have checked :func:`is_unseen`.
     """
     x, gamma, beta, eps, activation, residual, _, running, momentum = call
     if alone or is_unseen(x, gamma, beta, residual, *(running or ())):
@@ -280,7 +283,7 @@ def _gradients(
     g = Activation(activation if isinstance(activation, str) else NAMES[activation], slope)
     if x.stride() != x_stride:
         # Saved-tensor hooks, such as those of save_on_cpu, may change the layout of x. Restore the original layout,
-        # because the sign bits are stored in its order.
+        # channels last or channels first, because the order of the sign bits depends on the layout.
         x = as_dense(x, y_stride)
     dgamma: Tensor | None
     dbeta: Tensor | None
@@ -302,7 +305,7 @@ def _gradients(
     return dx, dgamma, dbeta, dresidual.to(residual_dtype) if wants_residual and dresidual is not None else None
 
 
-# Function.apply first checks that no torch.func transform is active, and then calls `apply` of its base class. The
+# Function.apply first checks whether a torch.func transform is active. If not, it calls `apply` of its base class. The
 # callers of `_apply` have already made this check, so `_apply` is the base class's method, which is faster.
 _apply: Any = super(torch.autograd.Function, _Fused).apply
 

@@ -1,4 +1,4 @@
-"""Choose and cache the kernels, launches and workspace sizes for a pass over tensors of one shape."""
+"""Choose and cache the kernels, launches and workspace sizes for a pass over tensors of one shape and layout."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ BLOCK = 2048  # elements per program when normalizing by given statistics
 
 
 class Pass(NamedTuple):
-    """Hold everything that a pass over tensors of one shape needs, except the tensors."""
+    """Hold everything that a pass over tensors of one shape and layout needs, except the tensors."""
 
     geometry: Geometry
     strides: tuple[int, ...]  # the strides of dense tensors in x's layout
     dense: bool  # whether x has these strides
     residence: Residence | None  # resident.cu's launch parameters, or None to use the Triton kernels
     tiling: Tiling  # the Triton kernels' launch parameters
-    launches: tuple[TritonLaunch, ...]  # the launches of the Triton kernels: one, or two if there are two phases
+    launches: tuple[TritonLaunch, ...]  # the launches of the Triton kernels: one, or two (first sums, then outputs)
     resident_room: tuple[int, int]  # the numbers of floats and counters in the workspace of resident.cu
     room: tuple[int, int]  # the numbers of floats and counters in the workspace of the Triton kernels
 
@@ -64,7 +64,8 @@ def _find_pass(
     strides = dense_strides(g, shape)
     launches = _launches(g, tiling, backward, device)
     # The workspace of a forward pass has two floats per channel for the old running averages. In addition, each part
-    # has three floats per channel in the Triton kernels' forward pass, and two in other passes.
+    # has three floats per channel in the Triton kernels' forward pass, and two floats per channel in their backward
+    # pass and in both passes of resident.cu.
     room = ((2 * tiling.kept_parts if backward else 2 + 3 * tiling.kept_parts) * g.channels, tiling.words)
     kept = 0 if r is None else 2 * r.kept_parts
     resident_room = ((kept if backward else 2 + kept) * g.channels, 0 if r is None else r.words)
@@ -108,7 +109,10 @@ def _launches(g: Geometry, p: Tiling, backward: bool, device: torch.device) -> t
 def launches_of(
     kernel: Any, numbers: Callable[[Tiling], tuple[int, ...]], g: Geometry, p: Tiling, device: torch.device
 ) -> tuple[TritonLaunch, ...]:
-    """Return the launches of a kernel with tiling ``p``: one launch, or two if there are two phases."""
+    """Return the launches of a kernel with tiling ``p``: one that does everything, or two (first sums, then outputs).
+
+    ``numbers`` returns the kernel's integer arguments for a tiling.
+    """
     on_device = device.type == "cuda"
 
     def launch(
@@ -129,10 +133,10 @@ def launches_of(
 
 
 def numbers(g: Geometry, p: Tiling) -> tuple[int, ...]:
-    """Return the integer arguments of the Triton kernels "forward" and "backward".
+    """Return the integer arguments that the Triton kernels "forward" and "backward" have in common.
 
     The arguments are C, units, slices, parts, share, beside, x_stride, x_plane, y_stride, y_plane, width, magic and
-    shift.
+    shift. The strides, the planes and, for channels last, C are divided by ``p.align``.
     """
     a = p.align
     mine = (p.slices, p.parts, p.share, p.beside)
@@ -149,14 +153,15 @@ def numbers(g: Geometry, p: Tiling) -> tuple[int, ...]:
 def inference_pass(
     shape: torch.Size, stride: tuple[int, ...], device: torch.device
 ) -> tuple[tuple[int, ...], bool, TritonLaunch] | None:
-    """Return the dense strides, whether x has these strides, and the launch that normalizes by given statistics.
+    """Return the strides of a dense tensor, whether ``stride`` equals them, and a launch.
 
-    Returns None if the kernel does not support the shape or the strides.
+    The launch normalizes a dense tensor by given statistics. The result is None if the kernel does not support the
+    shape or the strides.
     """
     from .triton.inference import normalize as kernel
 
     g = find_geometry(shape, stride)
-    inner = 1 if g is None or g.nhwc else g.width  # how many adjacent elements share a channel
+    inner = 1 if g is None or g.nhwc else g.width  # how many adjacent elements of a dense tensor share a channel
     if g is None or g.channels * inner > 2**31 - BLOCK:  # the kernel's int32 indices are less than C * inner + BLOCK
         return None
     strides = dense_strides(g, shape)

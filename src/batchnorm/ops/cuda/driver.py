@@ -1,4 +1,4 @@
-"""Launch kernels through the CUDA driver, and compile CUDA C++ with NVRTC, which torch's CUDA builds include.
+"""Compile CUDA C++ with NVRTC, which torch's CUDA builds include, and launch kernels through the CUDA driver.
 
 As in Triton, a *program* is a thread block.
 """
@@ -20,7 +20,8 @@ from .. import compile_cache
 _DYNAMIC_SHARED_MEMORY = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
-# CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES, CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE and CUDA_ERROR_NOT_SUPPORTED
+# Errors of a launch that the device cannot run: CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES,
+# CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE and CUDA_ERROR_NOT_SUPPORTED
 _REFUSALS = (701, 720, 801)
 
 
@@ -36,8 +37,8 @@ class Arguments:
     """Keep a kernel's arguments in memory, so that a launch packs only the arguments that change.
 
     Args:
-        fields: one field per argument of the kernel: a string of :mod:`struct` format characters if the argument
-            changes from launch to launch, else the argument's value as a :mod:`ctypes` object.
+        fields: one field per argument of the kernel. If the argument changes from launch to launch, its field is a
+            string of :mod:`struct` format characters. Otherwise, its field is a :mod:`ctypes` object with its value.
 
     >>> arguments = Arguments("P", ctypes.c_int(7), "f")
     >>> arguments.launch(lambda programs, pointers, stream: print(programs, len(pointers)), 4, (0, 0.5), 0)
@@ -102,7 +103,7 @@ class Kernel:
         self.run = driver.cuLaunchCooperativeKernel if cooperative else driver.cuLaunchKernel
 
     def __call__(self, programs: int, arguments: Any, stream: int) -> None:
-        """Launch the kernel; ``arguments`` is an array of pointers to its arguments.
+        """Launch the kernel; ``arguments`` is an array of pointers to the kernel's arguments.
 
         Raises:
             Refused: if the device cannot run the launch, for example because the programs cannot all run at once.
@@ -125,14 +126,15 @@ class Launch(NamedTuple):
     programs: int
     arguments: Arguments
     values: tuple[Any, ...]  # the values of the arguments that change from launch to launch
-    # For a Triton kernel, the indices of the tensor arguments that are not None. `values` starts with their addresses.
+    # For a Triton kernel, the indices of the tensor arguments that are not None; `values` starts with the addresses of
+    # these tensors. For other kernels, `present` is empty.
     present: tuple[int, ...]
 
     def described(self, slots: Iterable[int | None]) -> tuple[Any, ...]:
         """Describe the launch for autograd.cpp.
 
         For each value that changes from launch to launch, ``slots`` has the value's index in the array ``values`` of
-        autograd.cpp. If this index is None, autograd.cpp reuses the value of this launch.
+        autograd.cpp. If this index is None, autograd.cpp reuses the value in ``self.values``.
         """
         k = self.kernel
         image, starts, changing = self.arguments.layout(self.values)
@@ -149,7 +151,9 @@ def load(
     device: torch.device,
     cooperative: bool = False,
 ) -> Kernel:
-    """Compile the kernel ``name`` of ``file`` for a device, and load it.
+    """Compile the kernel ``name`` of ``file`` for a device, unless it is cached, and load it.
+
+    ``definitions`` are the names and values of the macros to define.
 
     Raises:
         RuntimeError: if the file does not compile (the message contains the compiler's log), or if the driver cannot

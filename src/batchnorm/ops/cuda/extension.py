@@ -1,7 +1,7 @@
 """Build autograd.cpp, an extension that runs ordinary training calls without Python.
 
-Compiling takes about half a minute, so a background thread compiles, and the result is cached. Until the extension is
-loaded, and on machines without a compiler, autograd.py and launch.py do the same work.
+Compiling takes about half a minute, so a background thread compiles the file, and the result is cached. Until the
+extension is loaded, and on machines without a compiler, autograd.py and launch.py do the same work.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from . import driver
 NAME = "batchnorm_autograd"
 TORCH = Path(torch.__file__).parent
 
-module: Any = None  # the loaded extension
+module: Any = None  # the extension, or None if it is not loaded
 _registered = False
 # Why the extension is not loaded; None if it is loaded.
 unavailable: str | None = "autograd.cpp is not loaded before the first training call"

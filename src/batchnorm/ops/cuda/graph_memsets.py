@@ -1,4 +1,4 @@
-"""Replace the memsets in a captured CUDA graph with kernels.
+"""Replace memsets in a captured CUDA graph with kernels.
 
 cuDNN clears a four-byte counter before many convolutions. In a graph, a kernel starts with a longer delay after a
 memset than after another kernel, so it is faster to clear the counter with a kernel.
@@ -17,7 +17,7 @@ import torch
 from . import driver
 
 SOURCE = Path(__file__).with_name("fill.cu")
-THREADS = 256  # threads per block; each thread of fill.cu writes one 32-bit word
+THREADS = 256  # threads per block; each thread of fill.cu writes at most one 32-bit word
 # CU_GRAPH_NODE_TYPE_KERNEL, CU_GRAPH_NODE_TYPE_MEMSET, CU_GRAPH_NODE_TYPE_MEM_ALLOC and CU_GRAPH_NODE_TYPE_MEM_FREE
 _KERNEL, _MEMSET, _MEMORY = 0, 2, (10, 11)
 _PRIORITY = 8  # CU_LAUNCH_ATTRIBUTE_PRIORITY
@@ -73,8 +73,9 @@ def replace_memsets(graph: int) -> int:
     if any(kind in _MEMORY for kind in kinds.values()):
         return 0
     replaced = 0
-    # A new kernel gets the highest priority of the kernels that depend on it. So replace the memsets from last to
-    # first: of two adjacent memsets, the second is already a kernel with a priority when the first is replaced.
+    # A new kernel gets the highest priority of the kernels that depend on it. If a memset B depends on a memset A, B
+    # must already be a kernel when A is replaced, so that A's kernel gets B's priority. So replace the memsets in
+    # reverse order.
     for node in (node for node, kind in reversed(kinds.items()) if kind == _MEMSET):
         memset = _Memset()
         driver.check(run.cuGraphMemsetNodeGetParams(c_void_p(node), byref(memset)))
@@ -107,7 +108,7 @@ def _fill(device: int) -> int:
 
 
 def _nodes(query: Any, of: int) -> list[int] | None:
-    """Return the nodes that the driver function ``query`` lists, or None if some dependencies are programmatic."""
+    """Return the nodes that the driver function ``query`` lists for ``of``, or None if a dependency is programmatic."""
     count = c_size_t()
     result = query(c_void_p(of), None, byref(count))
     found = (c_void_p * count.value)()

@@ -1,8 +1,8 @@
 """Normalize the inputs of several layers together; all tensors are channels last and have the same number of rows.
 
-A row is one location of one example. An input, an output or a gradient may hold some of the channels of a larger
-tensor. So the layers can write their outputs into one concatenated tensor without a copy. If all inputs are views into
-one convolution's output, the layers can also write the gradient of that output without a copy.
+A row is one location of one example. An input, an output or a gradient may be a view of some channels of a larger
+tensor. So the layers can write their outputs into one concatenated tensor without a copy. If all inputs are views of
+one convolution's output, the layers can also write the inputs' gradients directly into the gradient of that output.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ONE_BY_ONE = 60e6
 
 
 class _Sizes(NamedTuple):
-    """Hold the sizes that a launch depends on; tuples have one number per layer."""
+    """Hold the sizes that a launch depends on; tuples have one number per layer, and strides are those of rows."""
 
     rows: int
     channels: tuple[int, ...]
@@ -44,7 +44,7 @@ class _Sizes(NamedTuple):
 
     @property
     def all_channels(self) -> Geometry:
-        """The geometry of a single layer with the channels of all layers."""
+        """The geometry of the input of a single layer that has the channels of all layers."""
         wide = self.rows * max(*self.x_strides, *self.y_strides, *self.dy_strides) >= 2**31
         return Geometry(True, sum(self.channels), self.rows, self.rows, sum(self.channels), 1, wide)
 
@@ -202,7 +202,7 @@ def _launch_resident(
 def _prepared(
     name: str, dtype: torch.dtype, code: int, sizes: _Sizes, r: Residence, index: int
 ) -> tuple[driver.Kernel, driver.Arguments, list[tuple[int, ...]], list[int]]:
-    """Return a kernel, its arguments, and for each layer the fields of resident.cu's Shape and the number of slices."""
+    """Return a kernel, its arguments, the fields of resident.cu's struct Shape per layer, and the slices per layer."""
     device = torch.device("cuda", index) if index >= 0 else torch.device("cpu")
     count, b = len(sizes.channels), dtype.itemsize
     kernel = resident.layers_kernel(name, dtype, code, r, count, device)

@@ -2,8 +2,9 @@
 
 The partitioner of AOTAutograd decides which tensors a compiled forward pass keeps for the backward pass. The
 partitioner recomputes elementwise operations where that saves memory, but it knows nothing about this library's
-operators. For example, in y * gate, as in squeeze-and-excitation, the gate's gradient needs y. The forward pass keeps x
-and the statistics anyway, and y can be recomputed from them.
+operators. For example, if the output y of a fused kernel is multiplied by a gate, as in squeeze-and-excitation, the
+gate's gradient needs y. The forward pass keeps the kernel's input x and the statistics anyway, and y can be recomputed
+from them.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from ..activation import Activation, apply
 
 _FUSED = ("batchnorm.fused.default", "batchnorm.fused_.default")
-BASE, SCALE, OFFSET = 3, 5, 6  # indices of rows of the statistics, which triton/forward.py lists
+BASE, SCALE, OFFSET = 3, 5, 6  # row indices in the statistics tensor; triton/forward.py lists the rows
 
 
 def register() -> None:
@@ -35,7 +36,7 @@ class _Recompute:
     """A graph pass in the form that Inductor expects: an object with a method ``apply``."""
 
     def apply(self, graph: fx.Graph) -> int:
-        """Change the graph, and return how many outputs the backward pass recomputes."""
+        """Make the backward pass recompute outputs of the fused kernels where possible, and return how many."""
         backward = _after_tangents(graph)
         return sum(_recompute(graph, node, backward) for node in list(graph.nodes) if backward and _is_plain(node))
 
@@ -72,9 +73,10 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def _recompute(graph: fx.Graph, fused: fx.Node, backward: set[fx.Node]) -> bool:
-    """Make the backward pass read a recomputed y, and return whether this was possible.
+    """Make the backward pass recompute y, the first output of ``fused``, and return whether this was possible.
 
-    This is possible if the backward pass reads y, and reads it only in elementwise operations.
+    This is possible if the graph uses the statistics, and if the backward pass reads y only in elementwise operations.
+    If the backward pass does not read y at all, there is nothing to recompute, and the result is False.
     """
     parts = {user.args[1]: user for user in fused.users if user.target is operator.getitem}
     if 0 not in parts or 1 not in parts:
@@ -93,7 +95,7 @@ def _recompute(graph: fx.Graph, fused: fx.Node, backward: set[fx.Node]) -> bool:
 
 
 def renormalize(x: Tensor, stats: Tensor, activation: Activation) -> Tensor:
-    """Recompute y = g(BN(x)) from x and the statistics of a forward pass that added no residual."""
+    """Recompute y = activation(BN(x)) from x and the statistics of a forward pass that added no residual."""
     base, scale, offset = (stats[i].reshape(-1, *[1] * (x.dim() - 2)) for i in (BASE, SCALE, OFFSET))
     return apply(activation, (x.float() - base) * scale + offset).to(x.dtype)
 

@@ -1,6 +1,6 @@
 """Run the fused kernels on tensors: allocate outputs, launch, and describe the launches to autograd.cpp.
 
-The functions choose the kernel and its launch parameters, unless the argument ``way`` specifies them.
+:func:`forward` and :func:`backward` choose the kernel and its launch parameters, unless ``way`` specifies them.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from .sign_bits import empty_bits, is_woven, rearrange
 from .triton_launch import Tensors
 from .workspace import workspace
 
-STATS = 8  # number of rows of the statistics, which triton/forward.py lists
+STATS = 8  # number of rows of the statistics tensor; triton/forward.py lists the rows
 NONE = (None, None, None, None)
-Launches = list[tuple[Any, ...] | None]  # descriptions for autograd.cpp; None for launches by Triton's own launcher
+# One description per launch for autograd.cpp, or None for a launch by Triton's own launcher.
+Launches = list[tuple[Any, ...] | None]
 
 
 def forward(
     call: Call, keep_bits: bool = False, way: Tiling | Residence | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return y, the statistics (STATS, C) and the sign bits, and update the running averages if the call has any.
+    """Return y, the statistics and the sign bits, and update the running averages if the call has any.
 
-    The sign bits are None unless ``keep_bits`` is true.
+    The statistics have the shape (STATS, C). The sign bits are None unless ``keep_bits`` is true.
     """
     x, gamma, beta, eps, (activation, slope), residual, _, running, momentum = call
     _check_devices(x, gamma, beta, residual, running)
@@ -86,8 +87,8 @@ def backward(
     way: Tiling | Residence | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return dx, dgamma, dbeta and, if ``residual_dtype`` is given, the residual's gradient."""
-    # The forward pass saves sign bits only if it added a residual. The bits are needed even if the residual's gradient
-    # is not, in which case `residual_dtype` is None.
+    # If there are sign bits, the forward pass added a residual, even if the residual's gradient is not wanted and
+    # `residual_dtype` is therefore None.
     added = bits is not None or residual_dtype is not None
     g, strides, dense, r, tiling, launches, resident_room, room = pass_of(x, True, added, way)
     dx = torch.empty_like(x) if dense else x.new_empty_strided(x.shape, strides)
@@ -145,7 +146,7 @@ def statistics(call: Call) -> Tensor:
     x, gamma, beta, eps, (activation, slope), *_, running, momentum = call
     p = _streaming(x, False)
     stats = x.new_empty((STATS, p.geometry.channels), dtype=torch.float32)
-    # The first launch writes no output, so x takes the place of y.
+    # The first launch does not write y, so x takes the place of y.
     tensors = (x, x, None, None, gamma, beta, stats, *workspace(x, *p.room), *(running or NONE))
     scalars = (float(eps), float(momentum or 0.0), float(slope))
     p.launches[0](tensors, scalars, (NAMES.index(activation), momentum is None))
@@ -177,7 +178,7 @@ def normalize(call: Call, mean: Tensor, var: Tensor) -> Tensor | None:
 
 
 def weaves_bits(call: Call, g: Geometry) -> bool:
-    """Return whether :func:`forward` returns woven bits, which are a 2D tensor (see sign_bits.py)."""
+    """Return whether the sign bits that :func:`forward` returns are in woven order (see sign_bits.py)."""
     able = resident.runs_on(call.x.device) and _are_resident(call.x, call.gamma, call.beta, call.residual)
     return able and resident.weaves(g, call.x.element_size(), False, True)
 
@@ -195,7 +196,8 @@ def paths(call: Call) -> tuple[str, str]:
         return ahead.tiling.path, back.tiling.path
     typed, r = _are_resident(x, gamma, beta, residual), back.residence
     # The backward pass of resident.cu requires that x and the residual's gradient have the same dtype. This gradient
-    # has the residual's dtype. If r.plane > 0, the pass also needs woven bits, which `forward` returns only if `typed`.
+    # has the residual's dtype. If r.plane > 0, the backward pass also needs its sign bits in woven order (see
+    # sign_bits.py). `forward` returns them in this order only if resident.cu supports all dtypes (`typed`).
     fits = _of_one_type(x, residual) and (typed or r is None or not r.plane)
     # A residual that is not dense is copied before the launch, and the copy is aligned.
     aligned = residual is None or resident.takes(residual) or not is_dense(residual, ahead.strides)
@@ -208,8 +210,8 @@ def paths(call: Call) -> tuple[str, str]:
 def _teach(launches: Launches, tensors: Tensors, add: Callable[..., None], *description: Any) -> None:
     """Describe a pass to the extension (autograd.cpp), so that the extension can repeat the pass.
 
-    The pass is not described if Triton's own launcher ran, a tensor is not aligned to 16 bytes, or a CUDA graph is
-    being captured.
+    The pass is not described if Triton's own launcher ran one of its kernels, a tensor is not aligned to 16 bytes, or
+    a CUDA graph is being captured.
     """
     x = next(t for t in tensors if t is not None)
     aligned = not any(t is not None and t.data_ptr() & 15 for t in tensors)
@@ -281,9 +283,9 @@ def _as_float(v: Tensor | None) -> Tensor | None:
 
 
 def _rows_of(dy: Tensor, g: Geometry, strides: tuple[int, ...], align: int) -> tuple[Tensor, int]:
-    """Return dy, or a copy in a layout that the kernels can read, and its stride.
+    """Return dy, or a dense copy if the kernels cannot read dy's layout, and the stride of the returned tensor.
 
-    The stride is that of a row (channels last) or of an example (channels first); a row is one location of one
+    This stride is that of a row (channels last) or of an example (channels first); a row is one location of one
     example. A channels-last dy that holds only some channels of a larger tensor, such as the gradient of one input
     of a concatenation, usually need not be copied.
     """

@@ -34,7 +34,10 @@ def geometry_of(x: Tensor) -> Geometry | None:
 
 
 def _collapse(shape: tuple[int, ...], stride: tuple[int, ...]) -> int | None:
-    """Return the stride after flattening these dimensions into one (0 for a single value), or None if impossible."""
+    """Return the stride of these dimensions flattened into one (0 for a single value), or None if impossible.
+
+    The result is also None if a dimension with several values has a stride of 0.
+    """
     expected = step = 0
     for size, s in zip(reversed(shape), reversed(stride), strict=True):
         if size == 1:
@@ -79,7 +82,7 @@ def row_stride(x: Tensor) -> int:
     g = geometry_of(x)
     if (
         g is not None and g.channels == 1 and (g.nhwc or g.stride in (0, g.width))
-    ):  # a single channel is both channels first and channels last
+    ):  # a tensor with a single channel is both channels first and channels last
         return g.stride if g.nhwc else 1
     if g is None or not g.nhwc:
         raise ValueError(f"these kernels need channels-last tensors, but this tensor has strides {x.stride()}")
@@ -120,7 +123,7 @@ def vector(geometry: Geometry, itemsize: int) -> int:
 
 
 def magic_of(divisor: int) -> tuple[int, int]:
-    """Return m and s so that n // divisor == (n * m >> 32) >> s, if n < 2^31 and divisor > 1 (Granlund & Montgomery).
+    """Return m and s such that n // divisor == (n * m >> 32) >> s, if n < 2^31 and divisor > 1 (Granlund & Montgomery).
 
     >>> m, s = magic_of(7)
     >>> (100 * m >> 32) >> s

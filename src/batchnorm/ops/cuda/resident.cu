@@ -1,33 +1,36 @@
-// Batch normalization in one launch. The kernel keeps the values that it reads on chip (in shared memory), so that it
-// need not read them again to compute the outputs. All programs (thread blocks) run at the same time, one or two per
-// multiprocessor. The channels are divided into slices, and the values of a slice into parts. A program processes one
-// part of one slice, then the same part of its next slice, if any. The programs that share a slice synchronize once,
-// after computing the slice's sums and before writing its outputs.
+// Batch normalization in one launch. The kernel keeps as much of x (and of dy in the backward pass) on chip, in shared
+// memory, as fits there. It need not read these values again to compute the outputs. All programs (thread blocks) run
+// at the same time, one or two per multiprocessor. The channels are divided into slices, and the values of a slice into
+// parts. A program processes one part of one slice, then the same part of its next slice, if any. The programs that
+// share a slice wait for each other once per slice: after each has added up its own part, and before they compute y or
+// dx from the sums of all parts.
 //
 // Values are read in vectors of 16 bytes. Each thread copies its own vectors into shared memory, so no thread waits for
-// another thread's vectors. Vectors that do not fit are read twice, the second time from the L2 cache if they are still
-// there. The formulas, the rows of `stats`, the barriers and the running averages are the same as in forward.py,
-// backward.py, barrier.py and running.py in triton/.
+// another thread's vectors. Vectors that do not fit there are read twice, the second time from the L2 cache if they are
+// still in it. For the formulas, the rows of the array `stats`, the barriers and the update of the running averages,
+// see forward.py, backward.py, barrier.py and running.py in triton/.
 //
-// There are three variants:
-// - Channels last: a unit is a row, which is one location of one example. In each slice, a row has SV vectors.
-// - Channels first, if a channel's locations in one example fill whole vectors: a slice is one channel, and a unit is
-//   one vector of the channel.
-// - WOVEN: channels first, if a channel's locations do not fill whole vectors, for example 7 x 7 locations. A slice is
-//   a group of channels that together fill SV whole vectors in one example. A unit is a row, which here is the slice's
-//   values in one example. A vector may hold values of two channels.
+// The kernel has three variants, which divide the values of a slice into units in different ways:
+// - Channels last: a row is one location of one example, and a slice has up to SV vectors of each row. A unit is one
+//   row of the slice.
+// - Channels first, if a channel's values in one example fill whole vectors: a slice is one channel, and a unit is one
+//   vector of the channel.
+// - WOVEN: channels first, if a channel's values in one example do not fill whole vectors, for example 7 x 7 values. A
+//   slice is a group of channels whose values in one example together fill SV whole vectors. A row, which is also a
+//   unit, is the slice's values in one example. A vector may hold values of two channels.
 //
 // These macros are defined when the file is compiled:
 // - FORWARD or BACKWARD: which pass to compile
 // - KIND: 0 bfloat16, 1 float16, 2 float32
 // - LAST: whether the layout is channels last
-// - PLANE: if WOVEN, the number of a channel's locations in one example, else 0
-// - ACT: the activation's code; resident.py also defines the codes IDENTITY, RELU, ...
-// - RESIDUAL: whether a residual is added
-// - ADDED: whether the whole residual is kept on chip
+// - PLANE: in the WOVEN variant, the number of a channel's values in one example; 0 in the other variants
+// - ACT: the activation's code; resident.py also defines one macro per code: IDENTITY, RELU, ...
+// - RESIDUAL: in the forward pass, whether a residual is added; in the backward pass, whether sign bits (see
+//   sign_bits.py) are read or the residual's gradient is written
+// - ADDED: whether the forward pass keeps the whole residual on chip
 // - THREADS: threads per program
 // - SV: vectors per row of a slice; not used in the second variant
-// - K: vectors of each tensor that a thread keeps on chip
+// - K: maximum number of vectors of each tensor that a thread keeps on chip
 // - EACH: programs per multiprocessor
 // - LAYERS: the number of layers in the launch; their tensors are channels last and all have the same number of rows.
 //   If LAYERS is 0, there is a single layer, whose tensors are passed as separate arguments.
@@ -38,9 +41,10 @@ typedef long long i64;
 
 #define BATCH 4
 #define BATCHES ((K + BATCH - 1) / BATCH)
-// A thread copies its vectors in batches of BATCH vectors. In a program's first slice, AHEAD more batches are being
-// copied while the thread adds up one batch. Copying all batches at once would delay the first sums, because the
-// batches would arrive in no particular order.
+// A thread copies its vectors to shared memory in batches of BATCH vectors. In a program's first slice, up to AHEAD
+// more batches are being copied while the thread adds up one batch. If the thread started to copy all batches at once,
+// they would arrive in no particular order, which would delay the first sums. In later slices, the copies start
+// earlier, while the outputs of the previous slice are computed.
 #ifdef FORWARD
 #define AHEAD (BATCHES < 2 ? BATCHES : 2)
 #else
@@ -48,15 +52,15 @@ typedef long long i64;
 #endif
 #define WARPS (THREADS / 32)
 #if KIND == 2
-#define V 4
+#define V 4  // values per vector
 #else
 #define V 8
 #endif
 #define WOVEN (PLANE > 0)
-#define ROWS (LAST || WOVEN)
-#define BLOCK (ROWS ? THREADS / SV : THREADS)  // units that all threads together process per step
+#define ROWS (LAST || WOVEN)  // whether units are rows
+#define BLOCK (ROWS ? THREADS / SV : THREADS)  // units that a program's threads process together in one step
 #if LAST
-#define W (SV * V)  // channels per slice
+#define W (SV * V)  // channels per slice; the last slice may have fewer
 #define EACH_UNIT 1  // values of each channel in a unit
 #elif WOVEN
 #define W (SV * V / PLANE)
@@ -72,8 +76,8 @@ struct alignas(16) Vec {
 };
 
 // ---- machine instructions ----
-// All PTX is in this section. tests/emulated.hpp has the same functions in C++, so that the rest of this file can run
-// on a CPU.
+// All PTX is in this section. tests/emulated.hpp has the functions of this section in C++, so that the rest of this
+// file can run on a CPU.
 
 #ifdef EMULATED
 #include EMULATED
@@ -100,8 +104,8 @@ __device__ __forceinline__ u32 to_bfloats(float a, float b) {
     return w;
 }
 
-// exponential() and quotient() use the same instructions as Triton, so that results match tile.py's activations bit for
-// bit.
+// exponential() and quotient() use the same instructions as Triton, so that activations have the same results as in
+// triton/tile.py, bit for bit.
 __device__ __forceinline__ float exponential(float v) {
     float e;
     asm("ex2.approx.f32 %0, %1;" : "=f"(e) : "f"(v * 1.4426950408889634f));
@@ -120,8 +124,8 @@ __device__ __forceinline__ u64 evict_first() {
     return policy;
 }
 
-// copy_async() starts to copy a vector to shared memory. commit() puts the copies since the last commit() into a group.
-// arrived<n>() waits until at most n groups are pending.
+// copy_async() starts to copy a vector to a slot, which is 16 bytes of shared memory. commit() puts the thread's copies
+// since its last commit() into a group. arrived<n>() waits until at most n of the thread's groups are pending.
 __device__ __forceinline__ void copy_async(u32 slot, const char* from, u64 policy) {
     asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;"
                  ::"r"(slot), "l"(from), "l"(policy) : "memory");
@@ -224,11 +228,12 @@ __device__ __forceinline__ bool is_number(float v) { return fabsf(v) < __int_as_
 
 struct Shape {
     int C, units, slices, parts;  // `units` is the number of units of a slice
-    // Strides in bytes: *_stride is that of a row (if units are rows) or of an example, and *_plane that of a channel.
+    // Strides in bytes: *_stride is the stride of a row (channels last) or of an example (channels first). *_plane is
+    // the stride of a channel (channels first only). dy's channels have the stride y_plane.
     i64 x_stride, x_plane, y_stride, y_plane, dy_stride;
-    int width;  // if units are vectors of a channel: the number of vectors of a channel in one example
-    u32 magic, shift;  // turn a division by `width` into a multiplication: see magic_of in layout.py
-    int passing;  // whether the tensor is too large to stay in the L2 cache
+    int width;  // the number of vectors of a channel in one example, if units are vectors; else 0
+    u32 magic, shift;  // constants that turn a division by `width` into a multiplication: see magic_of in layout.py
+    int passing;  // whether x (of all layers together) is too large to stay in the L2 cache
 };
 
 // The arguments of one layer. Slices are numbered across all layers; `shape.slices` is the number of this layer's
@@ -262,7 +267,8 @@ struct Layers {
         return n;
     }
 
-    // Returns the layer of a slice, and changes `slice` to the slice's index within the layer.
+    // Returns the index of the layer that a slice belongs to. Changes `slice`, the slice's index among the slices of
+    // all layers, to the slice's index within this layer.
     __device__ __forceinline__ int find(int& slice) const {
         int found = 0, first = 0, end = 0;
 #pragma unroll
@@ -278,8 +284,8 @@ struct Layers {
     }
 };
 
-// Stores a vector of an output. If the tensor is too large to stay in the L2 cache, the vector may be evicted early,
-// because the output would otherwise evict the input.
+// Stores a vector of an output. If x is too large to stay in the L2 cache, the vector is marked for early eviction, so
+// that outputs do not evict inputs, which may be read again.
 __device__ __forceinline__ void put(char* to, const Vec& v, const Shape& s) {
     if (s.passing)
         store_through(to, v);
@@ -287,9 +293,10 @@ __device__ __forceinline__ void put(char* to, const Vec& v, const Shape& s) {
         store(to, v);
 }
 
-// The n vectors of a slice that one thread processes; offset() returns the offset of the i-th vector in bytes. The
-// units of a slice are divided into runs of BLOCK units. Run k belongs to part k % parts, so that all programs together
-// read the tensor from start to end.
+// The n vectors of a slice that one thread processes. offset() returns the byte offset of the i-th of these vectors.
+// The units of a slice are divided into runs of BLOCK units. Run k belongs to part k % parts, so that all programs
+// together read the tensor from start to end. If units are rows, a thread processes the vector `column` of each of its
+// rows.
 struct Walk {
     int slice, first, step, n, column;
 
@@ -299,8 +306,8 @@ struct Walk {
         n = works(s) && first < s.units ? (s.units - first - 1) / step + 1 : 0;
     }
 
-    // Returns whether this thread has work in the slice. A thread may have none, because the last slice may have fewer
-    // channels, and because SV need not divide THREADS.
+    // Returns false if this thread has no column in the slice. With channels last, this happens if the last slice has
+    // fewer than SV vectors per row. If WOVEN, this happens if SV does not divide THREADS.
     __device__ __forceinline__ bool works(const Shape& s) const {
         return LAST ? (slice * SV + column) * V < s.C : !WOVEN || threadIdx.x < BLOCK * SV;
     }
@@ -324,9 +331,9 @@ struct Walk {
 
     __device__ __forceinline__ i64 of_dy(const Shape& s, int i) const { return offset(s, i, s.dy_stride, s.y_plane); }
 
-    // Returns the offset of the byte that holds the i-th vector's sign bits, in the order of sign_bits.py: rows of C
-    // bits (channels last) or channels of units * V bits (channels first), each padded to whole bytes. If WOVEN, the
-    // bits are in the order of y.
+    // Returns the offset of the byte that holds the i-th vector's sign bits (see sign_bits.py). The bits are stored row
+    // by row, with C bits per row (channels last), or channel by channel, with units * V bits per channel (channels
+    // first). Each row or channel is padded to whole bytes. If WOVEN, the bits have the order of the values of y.
     __device__ __forceinline__ i64 of_bits(const Shape& s, int i) const {
 #if LAST
         return (i64)(first + i * step) * ((s.C + 7) / 8) + (slice * SV + column) * V / 8;
@@ -339,7 +346,7 @@ struct Walk {
 };
 
 // Stores a vector's sign bits. A float32 vector has only four bits, so two neighboring threads share a byte. Both
-// always have a vector, because resident.py makes sure that each row or channel has an even number of vectors.
+// threads always have a vector, because resident.py makes sure that each row or channel has an even number of vectors.
 __device__ __forceinline__ void store_bits(unsigned char* to, u32 bits) {
 #if V == 8
     *to = bits;
@@ -384,15 +391,16 @@ __device__ __forceinline__ void put_values(float* to, const float (&f)[V]) {
     for (int k = 0; k < V; k += 4) put_four(to + k, f[k], f[k + 1], f[k + 2], f[k + 3]);
 }
 
-// How many floats of scratch memory the functions below need.
+// The number of floats in `scratch`, the shared memory through which the threads exchange sums in the functions below.
 #define SCRATCH (LAST ? 2 * (WARPS * W > THREADS ? WARPS * W : THREADS) : WOVEN ? 4 * THREADS : 2 * WARPS)
 
-// Adds up s1 and s2 of each channel over all threads, in a fixed order. In thread i < W, a and b become the sums of s1
-// and s2 for channel i of the slice.
+// For each channel of the slice, adds up s1 and s2 over all threads, in a fixed order. In each thread i < W, a and b
+// become the sums of s1 and s2 for channel i of the slice.
 __device__ __forceinline__ void totals(float (&s1)[V], float (&s2)[V], const Walk& walk, float* scratch, float& a, float& b) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #if WOVEN
-    // A vector may hold values of two channels. `mine` has the two sums of the first channel, then those of the second.
+    // A vector may hold values of two channels. `mine` has the two sums of the first channel, then the two sums of the
+    // second channel.
     float mine[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int k = 0; k < V; ++k) {
@@ -483,8 +491,8 @@ __device__ __forceinline__ void totals(float (&s1)[V], float (&s2)[V], const Wal
 #endif
 }
 
-// Adds up the sums of all parts, in a fixed order. In each of the first W threads, a and b become the sums of the
-// slice's channel threadIdx.x. TEAMS is the number of threads that add up the sums of one channel.
+// Adds up the two sums of each channel over all parts, in a fixed order. In each thread i < W, a and b become the
+// totals for channel i of the slice. TEAMS is the number of threads that work on one channel.
 #define TEAMS (LAST ? THREADS / W : WOVEN ? 4 : 32)
 __device__ __forceinline__ void add_parts(const float2* partial, const Shape& s, int slice, float* scratch, float& a, float& b) {
     int c = slice * W + threadIdx.x % W, team = threadIdx.x / W;
@@ -546,7 +554,7 @@ __device__ __forceinline__ float activate(float z, float slope) {
 }
 
 // Returns whether g'(z) is 1, for activations g whose derivative has only two values. If z is NaN, the result is true
-// for relu and relu6, as in torch's CUDA kernels.
+// for relu and relu6, as in torch's CUDA kernels, and false for leaky_relu.
 __device__ __forceinline__ bool passes(float z) {
     return ACT == RELU ? !(z <= 0) : ACT == RELU6 ? !(z <= 0 || z >= 6) : z > 0;
 }
@@ -587,12 +595,12 @@ struct Running {
     int cumulative;
 };
 
-// Updates the running averages. In the program of a slice's first part, each of the first W threads updates one
-// channel. The last warp to do so, over all slices of a layer, increments `batches`. But if the mean or variance of any
-// channel was not finite, this warp instead restores all averages and increments `skipped`. In the first thread of a
-// warp, go() returns the number of warps that are done, plus 1 << 16 for each of them that found a mean or variance
-// that is not finite. Only finish() reads this number, so the code before finish() does not wait for the atomic
-// operation.
+// Updates a layer's running averages. In each program that processes the first part of a slice, each of the first W
+// threads updates one channel. Among all warps that have such threads, the warp that is done last increments `batches`.
+// But if the mean or variance of any channel is not finite, this warp instead restores the old averages of all channels
+// and increments `skipped`. In the first thread of a warp, go() returns the number of warps that are done, plus 1 << 16
+// for each of them that found a mean or variance that is not finite. Only finish() reads this number, so the code
+// between go() and finish() does not wait for the atomic operation.
 struct Move {
     float old_mean, old_var, factor;
 
@@ -615,7 +623,7 @@ struct Move {
         }
         u32 step = 1 + (__any_sync(~0u, bad) ? 1u << 16 : 0);
         __syncwarp();
-        // Mask the highest bit: if an earlier launch used this word as a barrier, it may have left that bit set.
+        // Mask the highest bit, because an earlier launch that used this word as a barrier may have left the bit set.
         return threadIdx.x % 32 == 0 ? (add_release(done, step) & 0x7fffffffu) + step : 0;
     }
 
@@ -637,10 +645,11 @@ struct Move {
 };
 #define MOVERS ((W + 31) / 32)  // number of warps per program that update running averages
 
-// A value near the channel's mean is subtracted from all values before they are squared and summed, because
-// E[x^2] - E[x]^2 loses all precision if the mean is large. The subtracted value is the mean of SAMPLES units that are
-// spread over the tensor, and is the same in all parts. The first SAMPLES * SV threads (if units are rows) or SAMPLES
-// threads (if units are vectors of a channel) each read one vector of these units.
+// A value near the channel's mean is subtracted from all values of the channel before they are squared and summed,
+// because E[x^2] - E[x]^2 loses all precision if the mean is large compared to the standard deviation. The subtracted
+// value is the channel's mean over SAMPLES units that are spread over the slice, or 0 if this mean is not finite. It is
+// the same in all parts. The first SAMPLES * SV threads (if units are rows) or the first SAMPLES threads (if units are
+// vectors) each read one vector of these units.
 #if LAST
 #define SAMPLES (2 * WARPS < BLOCK ? 2 * WARPS : BLOCK)
 #elif WOVEN
@@ -719,8 +728,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
         }
         commit();
     };
-    // Copies the residual to shared memory. Call this after the copies of x, so that the statistics do not wait for the
-    // residual.
+    // Starts to copy the residual to shared memory. Call this after starting the copies of x, so that the statistics do
+    // not wait for the residual.
     auto copy_added = [&](const Layer& l, const Walk& walk) {
 #pragma unroll 1
         for (int k = 0; k < walk.n; ++k) copy_async(slot_of(1, k), residual + walk.of_y(l.shape, k), policy);
@@ -741,7 +750,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
         const bool here = threadIdx.x < W && channel < s.C;
         const u32 side = s.parts > 1 ? side_of(words + 2 + slice) : 0;
 
-        // Load the parameters and averages long before they are used, so that nothing waits for these loads.
+        // Load the parameters and running averages long before they are used, so that no thread waits for these loads.
         float g = 1, b = 0;
         Move averages = {};
         if (here) {
@@ -862,8 +871,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
             if (RESIDUAL && bits) store_bits(bits + walk.of_bits(s, i), above);
         };
         if (ADDED) arrived<0>();
-        // Reread the vectors that are not on chip. Start with those that were read last, because they are most likely
-        // still in the cache.
+        // Reread the vectors that are not on chip. Start with the vectors that were read last, because these are the
+        // most likely to be still in the L2 cache.
         i = streamed;
         for (; i >= UNROLL; i -= UNROLL) {
             Vec v[UNROLL], r[UNROLL];
@@ -904,8 +913,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) forward(
 
 #else  // ---- backward ----
 
-// Whether the activation's derivative is read from the saved sign bits: with a residual, it cannot be recomputed from
-// x alone.
+// Whether to read the activation's derivative from the saved sign bits. If a residual was added, the derivative cannot
+// be recomputed from x alone.
 #define SIGNS (RESIDUAL && ACT != IDENTITY)
 #if LAYERS
 extern "C" __global__ void __launch_bounds__(THREADS, EACH) backward_layers(
@@ -972,8 +981,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) backward(
             factor = stats[5 * s.C + channel];
             invstd = stats[7 * s.C + channel];
         }
-        // Computes f = x - base, and dz = dy times the activation's derivative. `v` is a vector of x, and `g` is a
-        // vector of dy.
+        // Computes f = x - base, and dz = dy times the activation's derivative. `v` is a vector of x, `g` is a vector
+        // of dy, and `above` holds the vector's sign bits if SIGNS.
         auto dz_of = [&](const Vec& v, const Vec& g, u32 above, float (&f)[V], float (&dz)[V]) {
             widen(v, f);
             widen(g, dz);

@@ -4,12 +4,12 @@ The rules come from measurements on one H200 (results/kernels-h200.json). These 
 resident.cu:
 
 - A *program* is a thread block.
-- A *slice* is a group of neighboring channels. The values of a slice are divided into *parts*, and a program processes
-  one part at a time.
+- A *slice* is one channel or a group of neighboring channels. The values of a slice are divided into *parts*, and a
+  program processes one part at a time.
 - A *vector* is 16 bytes of adjacent values, which a thread loads in one access.
 - *On chip* means in shared memory.
 - A channels-first tensor is processed in *woven* form if the values of a channel in one example do not fill whole
-  vectors, so that a vector may hold values of two channels.
+  vectors. In this form, a vector may hold values of two channels.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from .schedule import AT_ONCE, megabytes_of, up
 SOURCE = Path(__file__).with_name("resident.cu")
 KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 WIDTH = 16  # bytes per vector
-SHARED = 232_448  # bytes of shared memory that all programs on a multiprocessor have together
-CACHE = 40_000_000  # a tensor of up to this many bytes stays in the L2 cache during a pass
-BATCHES = 8  # a thread keeps up to this many batches of 4 vectors on chip, because resident.cu has code for 8 batches
+SHARED = 232_448  # bytes of shared memory that the programs on one multiprocessor can use in total
+CACHE = 40_000_000  # a tensor of up to this many bytes is assumed to stay in the L2 cache during a pass
+BATCHES = 8  # maximum number of batches of 4 vectors that a thread keeps on chip; resident.cu has code for 8 batches
 
 
 class Residence(NamedTuple):
@@ -40,12 +40,13 @@ class Residence(NamedTuple):
 
     threads: int
     each: int  # programs per multiprocessor
-    lanes: int  # SV in resident.cu: vectors of a slice per location (channels last) or per example (woven), else 1
+    # SV in resident.cu: a slice's number of vectors per location (channels last) or per example (woven form), else 1
+    lanes: int
     plane: int  # in woven form, the number of locations per example; else 0
-    kept: int  # vectors of each tensor that a thread keeps on chip
+    kept: int  # maximum number of vectors of each tensor that a thread keeps on chip
     parts: int  # parts per slice
     slices: int
-    groups: int  # slices processed at the same time
+    groups: int  # number of slices that are processed at the same time
     added: bool = False  # whether the whole residual is kept on chip
 
     @property
@@ -54,7 +55,7 @@ class Residence(NamedTuple):
         return "resident"
 
     def fits(self, g: Geometry, itemsize: int) -> bool:
-        """Return whether all values stay on chip, so that none is read twice."""
+        """Return whether each thread can keep all its vectors of a tensor with geometry ``g`` on chip."""
         v = WIDTH // itemsize
         units = g.rows if g.nhwc else g.rows // g.width if self.plane else g.rows // v
         block = self.threads // self.lanes if g.nhwc or self.plane else self.threads
@@ -67,23 +68,23 @@ class Residence(NamedTuple):
 
     @property
     def words(self) -> int:
-        """The number of int32 counters that a launch needs.
+        """The number of int32 counters that a launch for a single layer needs.
 
         The first counter is reserved for the Triton kernels, which use the same workspace. The second counts the warps
-        that have updated running averages. In addition, each slice has a counter for its barrier.
+        that have updated the running averages. In addition, each slice has a counter for its barrier.
         """
         return 2 + self.slices
 
     @property
     def code(self) -> tuple[int, ...]:
-        """The parameters that are compiled into the kernel."""
+        """The launch parameters that are compiled into the kernel."""
         return self.threads, self.each, self.lanes, self.plane, self.kept, int(self.added)
 
 
 def make(
     g: Geometry, itemsize: int, tensors: int, processors: int, threads: int, each: int, lanes: int, parts: int
 ) -> Residence:
-    """Plan a launch that keeps as much of each tensor on chip as fits.
+    """Plan a launch that keeps as much of each tensor on chip as possible.
 
     ``tensors`` is the number of tensors to keep on chip, and ``parts`` is the maximum number of parts per slice.
     """
@@ -132,8 +133,7 @@ def _of_planes(
 ) -> Residence | None:
     """Choose the launch for a channels-first tensor in which a channel fills whole vectors in each example."""
     megabytes, channel = megabytes_of(g, itemsize), g.rows * itemsize
-    # Whether the device can run one program per channel at the same time with two programs per multiprocessor, but not
-    # with one.
+    # Whether one program per channel fits on the device only if each multiprocessor runs two programs at the same time.
     at_once = processors < g.channels <= 2 * processors
 
     def plan(threads: int, each: int, parts: int = 0) -> Residence:
@@ -155,7 +155,7 @@ def _of_planes(
             return plan(512, 2, up(channel, 100 * 1024)) if processors < g.channels < 2 * processors else None
         if megabytes >= 20:
             # If there are about as many channels as multiprocessors, four parts per channel balance the load better
-            # than one or two, which `plan` would choose.
+            # than the one or two parts that `plan` would choose.
             return plan(512, 2, 4 if 0.95 * processors <= g.channels <= 1.5 * processors else 0)
         return plan(512, 1) if g.channels <= processors else plan(256, 2)
     if megabytes < (6 if residual else 16) or megabytes > (200 if residual else 250):
@@ -169,7 +169,7 @@ def _of_planes(
     if at_once and channel <= 256 * 1024:
         return plan(512, 2)
     if at_once and g.channels < 1.5 * processors:
-        return None  # not all channels fit at once, and most programs would be idle in the second round
+        return None  # the channels would need two rounds, and most programs would be idle in the second round
     return plan(512, 1, up(channel, 200 * 1024) if g.channels > processors and channel > 2**20 else 0)
 
 
@@ -233,7 +233,7 @@ def _in_rounds(g: Geometry, channels: tuple[int, ...], itemsize: int, processors
     if not 2 <= groups < slices or slices / (up(slices, groups) * groups) < 0.9:
         return None
     if all(c * itemsize % (8 * WIDTH) == 0 for c in channels):
-        return None  # slices of 8 vectors are faster, although not all values fit on chip
+        return None  # slices of 8 vectors per row are faster, although not all values fit on chip
     r = make(g, itemsize, 2, processors, threads, 1, lanes, processors // groups)
     return r._replace(slices=slices, groups=groups)
 
@@ -253,7 +253,8 @@ def _of_layers(
     if megabytes < least or megabytes > (250 if plain else 200):
         return None
     # Wide slices access longer contiguous pieces of memory. But with narrow slices, fewer programs wait for each other
-    # at a barrier. Choose the first of `widths` that leaves few threads idle, or `wide` if all of them leave many idle.
+    # at a barrier. `widths` are possible numbers of vectors per row of a slice. Choose the first width that leaves few
+    # threads idle. If no width does, choose `wide`.
     narrow = megabytes < (30 if plain else 10 if backward and residual else 16)
     vectors = [c * itemsize // WIDTH for c in channels]
     if megabytes > 50 and any(n % 8 for n in vectors) and not plain:
@@ -284,7 +285,7 @@ def weaves(g: Geometry, itemsize: int, backward: bool, residual: bool) -> bool:
         return False
     if woven_lanes(g, itemsize, residual) is None:
         return False
-    alone = g.width % 2 == 1  # if the width is odd, the Triton kernels can load only one value per access
+    alone = g.width % 2 == 1  # whether the Triton kernels could load only one value per access
     least = (4 if alone else 6) if residual else (4 if alone else 10) if backward else (10 if alone else 30)
     return megabytes_of(g, itemsize) >= least
 
@@ -311,7 +312,9 @@ def woven_lanes(g: Geometry, itemsize: int, residual: bool) -> int | None:
 @cache
 def runs_on(device: torch.device) -> bool:
     """Return whether the kernel can run on a device: it needs a Hopper GPU, NVRTC and ``AT_ONCE`` = 1 or 2."""
-    alone = 0 < AT_ONCE <= 2  # 2 is safe: if two streams launch this kernel, one launch waits for the other
+    # `alone` is whether this kernel is safe with the setting AT_ONCE (see schedule.py). 2 is safe: launches are
+    # cooperative, so if the launches of two streams do not fit on the GPU together, one waits for the other.
+    alone = 0 < AT_ONCE <= 2
     if device.type != "cuda":
         return False
     properties = torch.cuda.get_device_properties(device)
@@ -320,7 +323,7 @@ def runs_on(device: torch.device) -> bool:
 
 
 def takes(*tensors: Tensor | None) -> bool:
-    """Return whether the tensors are aligned to 16 bytes."""
+    """Return whether all tensors are aligned to 16 bytes, ignoring those that are None."""
     return all(t is None or t.data_ptr() % WIDTH == 0 for t in tensors)
 
 
@@ -371,7 +374,7 @@ def _kernel(
 def layers_kernel(
     name: str, dtype: torch.dtype, activation: int, r: Residence, layers: int, device: torch.device
 ) -> driver.Kernel:
-    """Return the kernel ``name``, "forward_layers" or "backward_layers", compiled for this many layers."""
+    """Return the kernel ``name``, "forward_layers" or "backward_layers", compiled for ``layers`` layers."""
     return _kernel(name, KINDS[dtype], True, activation, False, r.code, device, layers)
 
 
@@ -391,7 +394,8 @@ def prepared(
     The following arguments change from launch to launch:
 
     - forward: the addresses of x, y, residual, bits, gamma, beta, stats, partial, words, the running mean, the running
-      variance and two batch counters, then momentum, whether the averages are cumulative, eps and slope.
+      variance, the counter of batches and the counter of skipped batches, then momentum, whether the averages are
+      cumulative, eps and slope.
     - backward: the addresses of dy, x, bits, stats, dx, dresidual, dgamma, dbeta, partial and words, then slope.
     """
     device = torch.device("cuda", index) if index >= 0 else torch.device("cpu")

@@ -1,8 +1,8 @@
 """Choose the Triton kernels' configuration by rules from measurements on one H200 (results/kernels-h200.json).
 
 The channels are divided into *slices*, and the values of each slice into *parts*. A program processes one part, in
-*tiles*. There are two paths: "once" is one launch that holds x in registers, and "stream" is two launches, each of
-which reads x.
+*tiles*. There are two paths: "once" is one launch, which reads x once and holds it in registers, and "stream" is two
+launches, each of which reads x.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from .layout import Geometry, vector
 MEANING = (
     "resident and once: one launch, which reads x once if x fits on chip; stream: two launches, which read x twice"
 )
-# In the "once" path, if a slice has up to this many parts, each of its programs merges the sums of all parts. If it has
-# more parts, the programs that finish their sums last merge the sums for all programs.
+# In the "once" path, if a slice has up to this many parts, each of its programs merges the sums of all parts. If the
+# slice has more parts, they form groups of up to 32. The last program of each group to finish its sums merges the sums
+# of the group, and the last of these programs merges the sums of all groups.
 MERGED_BY_ALL = 64
 # How many launches with barriers must fit on the GPU at the same time. The default suits a network that trains on one
 # or two streams. With 0, no launch has barriers. Set BATCHNORM_LAUNCHES_AT_ONCE to 0 if other processes use the GPU:
 # they leave an unknown number of multiprocessors free, so programs that wait at a barrier could deadlock.
 AT_ONCE = int(os.environ.get("BATCHNORM_LAUNCHES_AT_ONCE", "2"))
-# A program holds one of these numbers of tiles in registers. There are only a few numbers, because each needs its own
-# compiled kernel.
+# In the "once" path, a program holds one of these numbers of tiles in registers. There are only a few numbers, because
+# each of them needs its own compiled kernel.
 HELD = (1, 2, 4, 7, 8, 12, 16)
 
 
@@ -37,19 +38,21 @@ class Tiling(NamedTuple):
     V: int
     T: int  # tiles that a program holds in registers; 0 in the "stream" path
     parts: int  # parts per slice
-    share: int  # units per part
+    share: int  # units per part; the last part of a slice may have fewer
     slices: int
     beside: int  # slices processed at the same time
     warps: int
     stages: int  # software pipelining stages of the loop over tiles
     registers: int  # maximum number of registers per thread in the first or only launch; 0 means no limit
     steps: int  # tiles per program in the second launch of "stream"
-    ticket: bool  # whether programs are numbered in the order in which they start (take_ticket in triton/barrier.py)
+    # Whether programs that wait for each other are numbered in the order in which they start (take_ticket in
+    # triton/barrier.py).
+    ticket: bool
     align: int  # a number that divides all strides
 
     @property
     def alone(self) -> bool:
-        """Whether one program processes a whole slice, so that programs do not wait for each other."""
+        """Whether one program processes a whole slice in one launch, so that programs do not wait for each other."""
         return self.parts == 1 and self.path != "stream"
 
     @property
@@ -63,7 +66,7 @@ class Tiling(NamedTuple):
 
     @property
     def kept_parts(self) -> int:
-        """The number of parts per slice whose sums are stored in memory; a merged group of a tree counts as a part."""
+        """How many sets of sums are stored per slice: one per part and, with a tree, one per group; 0 if ``alone``."""
         return 0 if self.alone else self.parts + up(self.parts, 32) * self.tree
 
     @property
@@ -76,7 +79,10 @@ class Tiling(NamedTuple):
         return 2 if self.alone else 2 + self.slices * (33 if self.tree else 1)
 
     def second(self, units: int) -> Tiling:
-        """Return the tiling of the second launch, which merges no sums and therefore has smaller parts."""
+        """Return the tiling of the second launch of the "stream" path, for slices of ``units`` units.
+
+        This launch merges no sums, so it may have any number of parts. Each part has up to ``steps`` tiles.
+        """
         share = self.R * self.steps
         return self._replace(share=share, parts=up(units, share))
 
@@ -114,8 +120,8 @@ def make(
     """Make a tiling with about ``tile`` elements per tile.
 
     In the path "once", a slice has about ``parts`` parts, or more if a part would otherwise have more than ``tiles``
-    tiles. In the path "stream", a slice has at most ``parts`` parts, and at most 1024. If the tensor is channels last,
-    a slice has ``lanes`` channels.
+    tiles. In the path "stream", a slice has at most ``parts`` parts, and never more than 1024. If the tensor is
+    channels last, a slice has up to ``lanes`` channels.
     """
     if geometry.nhwc:
         V = lanes
@@ -147,7 +153,7 @@ class Way(NamedTuple):
 
 @cache
 def choose(geometry: Geometry, itemsize: int, backward: bool, residual: bool, processors: int) -> Tiling:
-    """Choose the tiling for a device with this many multiprocessors."""
+    """Choose the tiling for a device with ``processors`` multiprocessors."""
     way = _way(geometry, itemsize, backward, residual)
     tensors = 2 if backward or residual else 1
     plan = None if way is None else once(geometry, itemsize, tensors, way, processors)
@@ -155,7 +161,7 @@ def choose(geometry: Geometry, itemsize: int, backward: bool, residual: bool, pr
 
 
 def _way(g: Geometry, itemsize: int, backward: bool, residual: bool) -> Way | None:
-    """Return how to hold a tensor of this size in registers, or None to use the "stream" path."""
+    """Return how to hold a tensor in registers, or None to use the "stream" path."""
     megabytes = megabytes_of(g, itemsize)
     if g.nhwc:
         if megabytes < 6:
@@ -167,7 +173,8 @@ def _way(g: Geometry, itemsize: int, backward: bool, residual: bool) -> Way | No
     if residual and megabytes > 8 and values * itemsize == 16:
         return None
     if megabytes < 60 or g.rows * itemsize <= 512 * 1024:
-        alone = values > 1 and 2 * g.rows * itemsize <= 64 * 1024  # one program holds a channel of x and dy
+        # Whether one program of 64 KB can hold a whole channel of both x and dy, and loads several values per access.
+        alone = values > 1 and 2 * g.rows * itemsize <= 64 * 1024
         small = megabytes < (3 if not alone else 4 if residual else 5) if backward else megabytes < 10 or values == 1
         return Way(8, 64) if small else Way(4, 32)
     return None

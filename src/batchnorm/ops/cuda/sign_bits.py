@@ -1,12 +1,13 @@
-"""Sign bits: one bit per element that says whether the activation's derivative is 1.
+"""Sign bits: one bit per element, which says whether the activation's derivative is 1.
 
 The forward pass saves these bits if a residual was added before relu, leaky_relu or relu6. With z = BN(x) + residual,
 the derivative is 1 if z > 0 (relu, leaky_relu) or if 0 < z < 6 (relu6). For NaN, see ``passes`` in triton/tile.py.
 
 Bits are stored in one of two orders. A 1D tensor holds the bits row by row (channels last) or channel by channel
-(channels first), and each row or channel is padded to whole bytes. A 2D tensor, called woven, holds the bits example by
-example, in the order of a dense channels-first x. Bits are woven if a 16-byte vector may hold values of two channels
-(see resident.cu), because the bits of one channel of one example then do not fill whole bytes.
+(channels first); a row is one location of one example. Each row or channel is padded to whole bytes. A 2D tensor,
+called woven, holds the bits example by example, in the order of a dense channels-first x. Bits are woven only if
+resident.py chooses the woven form for x, in which a 16-byte vector may hold values of two channels. The bits of one
+channel of one example then do not fill whole bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from .schedule import up
 
 
 def empty_bits(x: Tensor, g: Geometry, woven: bool) -> Tensor:
-    """Allocate one bit per element, in woven order if ``woven``."""
+    """Return an uninitialized tensor for the sign bits of ``x``: 2D if ``woven`` is true, else 1D."""
     if woven:
         return x.new_empty((g.rows // g.width, g.channels * g.width // 8), dtype=torch.uint8)
     size = g.rows * up(g.channels, 8) if g.nhwc else g.channels * up(g.rows, 8)
@@ -28,7 +29,7 @@ def empty_bits(x: Tensor, g: Geometry, woven: bool) -> Tensor:
 
 
 def is_woven(bits: Tensor) -> bool:
-    """Return whether bits are in woven order."""
+    """Return whether ``bits`` are in woven order."""
     return bits.dim() == 2
 
 
@@ -47,7 +48,11 @@ def unpack(bits: Tensor, x: Tensor) -> Tensor:
 
 
 def rearrange(bits: Tensor, x: Tensor, woven: bool) -> Tensor:
-    """Return the bits of a channels-first ``x`` in woven order if ``woven``, else channel by channel."""
+    """Return the bits of ``x`` in woven order (2D) if ``woven`` is true, else in the other order (1D).
+
+    Bits that already have this order are returned unchanged. To convert bits to another order, ``x`` must be
+    channels first.
+    """
     if is_woven(bits) == woven:
         return bits
     each = unpack(bits, x).to(torch.uint8)

@@ -43,11 +43,11 @@ class TritonLaunch:
     def __call__(self, tensors: Tensors, scalars: tuple[float, ...], choices: tuple[int, ...]) -> driver.Launch | None:
         """Launch the kernel; ``choices`` are the compile-time constants that the geometry does not fix.
 
-        Returns the launch if it went through the driver, else None.
+        Returns the launch if this function called the CUDA driver directly, or None if Triton ran the kernel.
         """
         addresses = [0 if t is None else t.data_ptr() for t in tensors]
         key: tuple[Any, ...] = (choices, *[None if t is None else t.dtype for t in tensors])
-        if reduce(or_, addresses) & 15:  # Triton compiles different code for unaligned pointers
+        if reduce(or_, addresses) & 15:  # Triton compiles different code for pointers that are not aligned to 16 bytes
             key = (*key, *[a % 16 for a in addresses])
         run = self.compiled.get(key)
         if run is not None:
@@ -57,7 +57,7 @@ class TritonLaunch:
                 return self(tensors, scalars, choices)
         rest = (*choices, *self.constants)
         compiled = self.kernel[(self.programs,)](*tensors, *self.numbers, *scalars, *rest, **self.options)
-        if compiled is not None:  # it is None if Triton's interpreter runs the kernel
+        if compiled is not None:  # `compiled` is None if Triton's interpreter runs the kernel
             absent = [t is None for t in tensors]
             self.compiled[key] = self._past_triton(compiled, absent, scalars) or self._by_triton(compiled, absent, rest)
         return None
@@ -76,7 +76,7 @@ class TritonLaunch:
         return run
 
     def _past_triton(self, compiled: Any, absent: list[bool], scalars: tuple[float, ...]) -> Launched | None:
-        """Return a function that launches ``compiled`` through the driver, or None if this is not supported."""
+        """Return a function that launches ``compiled`` through the driver, or None if only Triton can launch it."""
         try:
             meta, index = compiled.metadata, self.device
             types = [compiled.src.signature[name] for name in compiled.src.fn.arg_names]
@@ -105,8 +105,8 @@ class TritonLaunch:
                 fields.append("f" if isinstance(value, float) else "i")
             if not known:
                 return None
-        # Triton adds up to two pointers to scratch memory to a kernel's parameters. These kernels do not use scratch
-        # memory, so the pointers are null.
+        # Triton appends up to two parameters to a kernel: pointers to scratch memory. Kernels that use scratch memory
+        # were rejected above, so the pointers can be null.
         extra = declared[1].count(".param") - len(fields)
         if extra not in (0, 1, 2) or any(kind != "constexpr" for kind in _flat(types[len(values) :])):
             return None

@@ -1,4 +1,4 @@
-"""Memory that launches share: floats for partial sums, and words, which are int32 counters for barriers."""
+"""Memory that launches share: floats for intermediate results, and words, which are int32 counters."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from .schedule import up
 
 
 class Workspace:
-    """Keep memory per stream for partial sums and barriers.
+    """Keep floats and words for the launches on each stream.
 
     The words start at zero, and every launch leaves them ready for the next launch. Launches on one stream run one
     after the other, so they can share memory. A launch captured in a CUDA graph has its own memory, because the graph
     may be replayed while other launches run.
     """
 
-    ARENA = 1 << 22
+    ARENA = 1 << 22  # words per device for launches that are captured in CUDA graphs
 
     def __init__(self) -> None:
         self.by_stream: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.arenas: dict[int, tuple[Tensor, int]] = {}
-        self.retired: list[tuple[Tensor, Tensor]] = []  # replaced memory: the extension may still use it
+        self.retired: list[tuple[Tensor, Tensor]] = []  # memory that was too small; the extension may still use it
 
     def __call__(self, x: Tensor, floats: int, words: int) -> tuple[Tensor, Tensor]:
         """Return memory for at least this many floats and words."""
@@ -52,10 +52,11 @@ class Workspace:
             extension.module.set_room(index, stream, *rooms)
 
     def grown(self, device: torch.device, floats: int, words: int, old: Any) -> tuple[Tensor, Tensor]:
-        """Allocate a stream's memory, at least as large as before.
+        """Allocate a stream's memory, at least as large as its old memory.
 
         ``torch.compile(mode="reduce-overhead")`` and ``torch.cuda.use_mem_pool`` redirect the current thread's
-        allocations to a pool of their own. The workspace must outlive such a pool, so another thread allocates it.
+        allocations to a pool of their own. The workspace must outlive such a pool, so another thread allocates the
+        workspace.
         """
         floats = max(floats, 0 if old is None else old[0].shape[0], 1 << 16)
         words = max(up(words, 32) * 32, 0 if old is None else old[1].shape[0], 4096)  # 32 words are a cache line
@@ -63,7 +64,7 @@ class Workspace:
             return thread.submit(self.allocated, device, floats, words).result()
 
     def allocated(self, device: torch.device, floats: int, words: int) -> tuple[Tensor, Tensor]:
-        """Allocate memory for a stream and, in the first call for a device, the words for its CUDA graphs."""
+        """Allocate memory for a stream and, in the first call for a device, the words for the device's CUDA graphs."""
         if device.index not in self.arenas:
             self.arenas[device.index] = (torch.zeros(self.ARENA, dtype=torch.int32, device=device), 0)
         made = (

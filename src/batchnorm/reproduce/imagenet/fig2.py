@@ -243,7 +243,7 @@ def claims_table(studies: Studies) -> Section:
     if old is not None:
         columns[PAPERS_RATES] = {v.claim: v for v in _judged(studies, old)}
     if any(run.startswith("best-") for run in (*main.plan.waiting, *(r.name for r in main.plan.runs))):
-        columns["best rate of each"] = {v.claim: v for v in best_against_best(main.finished)}
+        columns["each at its best rate"] = {v.claim: v for v in best_against_best(main.finished)}
     rows = [["claim", "paper", *columns]]
     for claim, verdict in next(iter(columns.values())).items():
         rows.append([claim, verdict.paper, *(_cell(column.get(claim)) for column in columns.values())])

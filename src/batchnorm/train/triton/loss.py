@@ -10,7 +10,8 @@ import triton.language as tl
 def cross_entropy(scores, labels, losses, gradient, classes, C: tl.constexpr):
     """Compute the loss of one example, and the example's row of the gradient of the mean loss.
 
-    C is ``classes`` rounded up to a power of two. If the label is not a class, the loss and the row are NaN.
+    Each program processes one example. C is ``classes`` rounded up to a power of two. If the label is negative or at
+    least ``classes``, the loss and the row are NaN.
     """
     example, c = tl.program_id(0).to(tl.int64), tl.arange(0, C)
     here = c < classes

@@ -1,7 +1,7 @@
 """Average pooling of 3x3 windows in channels-last tensors; each program computes P pixels of V channels.
 
-C, the number of channels, and the strides between pixels are given in units of A elements, so that the compiler knows
-the alignment of accesses.
+The number of channels C and the strides between pixels are given in units of A elements, so that the compiler knows the
+alignment of accesses. Docstrings give the shapes of tensors in brackets, such as [P, V].
 """
 
 from __future__ import annotations
@@ -12,7 +12,12 @@ import triton.language as tl
 
 @triton.jit
 def pixels_of(count, C, H, W, P: tl.constexpr, V: tl.constexpr):
-    """Return the images, rows, columns and indices [P] of the program's pixels, which ones exist, and channels [V]."""
+    """Return the program's pixels and channels.
+
+    Returns:
+        The pixels' images, rows, columns and indices, each [P]; a mask of the pixels that exist [P]; the indices of the
+        channels [V].
+    """
     slices = (C + V - 1) // V
     program = tl.program_id(0)
     block = program // slices
@@ -25,7 +30,7 @@ def pixels_of(count, C, H, W, P: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def offsets(image, row, column, H, W, stride, channel):
-    """Return the offsets in memory of the pixels' channels, [P, V]."""
+    """Return the offsets in memory of the pixels' values, [P, V]."""
     return ((image * H + row) * W + column).to(tl.int64)[:, None] * stride + channel[None, :]
 
 
@@ -37,7 +42,7 @@ def inside(row, column, exists, H, W):
 
 @triton.jit
 def share(row, column, H, W):
-    """Return the reciprocal of the number of pixels inside the image in the 3x3 window around each pixel."""
+    """For each pixel, return the reciprocal of the number of pixels that its 3x3 window has inside the image."""
     rows = tl.minimum(row + 1, H - 1) - tl.maximum(row - 1, 0) + 1
     columns = tl.minimum(column + 1, W - 1) - tl.maximum(column - 1, 0) + 1
     return 1.0 / (rows * columns).to(tl.float32)
@@ -48,7 +53,10 @@ def average(
     x, y, count, C, H, W, x_stride, y_stride,
     BACKWARD: tl.constexpr, P: tl.constexpr, V: tl.constexpr, A: tl.constexpr,
 ):  # fmt: skip
-    """Average each window's pixels inside the image; if BACKWARD, compute the input's gradient from the output's."""
+    """Average each window's pixels inside the image.
+
+    If BACKWARD, x is the gradient of such averages, and the kernel writes the gradient of the averaged tensor to y.
+    """
     C = C * A
     image, row, column, pixel, exists, channel = pixels_of(count, C, H, W, P, V)
     total = tl.zeros([P, V], tl.float32)

@@ -1,7 +1,7 @@
 """Add a bias and apply a nonlinearity to channels-last tensors, in tiles of P pixels and V channels.
 
-C, the number of channels, and the strides between pixels are given in units of A elements, so that the compiler knows
-the alignment of accesses.
+The number of channels C and the strides between pixels are given in units of A elements, so that the compiler knows the
+alignment of accesses. Docstrings give the shapes of tensors in brackets, such as [P, V].
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def place(C, V: tl.constexpr):
-    """Return this program's index among the programs with the same channels, and its channels [V]."""
+    """Return the program's index among the programs with the same channels, and the indices [V] of these channels."""
     slices = (C + V - 1) // V
     part = tl.program_id(0) // slices
     return part, (tl.program_id(0) - part * slices) * V + tl.arange(0, V)
@@ -20,7 +20,7 @@ def place(C, V: tl.constexpr):
 
 @triton.jit
 def tile_of(first, last, C, channel, P: tl.constexpr):
-    """Return the indices [P, 1] of the P pixels from ``first`` on, and a mask [P, V] of the values that exist."""
+    """Return the indices [P, 1] of P pixels from ``first`` on, and a mask [P, V] of their values inside the tensor."""
     pixel = first + tl.arange(0, P)
     return pixel.to(tl.int64)[:, None], (pixel < last)[:, None] & (channel < C)[None, :]
 
@@ -30,13 +30,13 @@ def forward(
     x, bias, y, count, C, x_stride,
     SIGMOID: tl.constexpr, P: tl.constexpr, V: tl.constexpr, A: tl.constexpr,
 ):  # fmt: skip
-    """Write one tile of g(x + b), where g is ReLU or, if SIGMOID, the sigmoid."""
+    """Write one tile of g(x + bias), where g is ReLU or, if SIGMOID, the sigmoid."""
     C = C * A
     block, channel = place(C, V)
     pixel, here = tile_of(block * P, count, C, channel, P)
     value = tl.load(x + pixel * (x_stride * A) + channel[None, :], mask=here).to(tl.float32)
     value += tl.load(bias + channel, mask=channel < C).to(tl.float32)[None, :]
-    # In ReLU, tl.where keeps NaN.
+    # For ReLU, use tl.where, because tl.maximum would turn NaN into 0.
     result = 1 / (1 + tl.exp(-value)) if SIGMOID else tl.where(value < 0, 0.0, value)
     tl.store(y + pixel * C + channel[None, :], result.to(y.dtype.element_ty), mask=here)
 
@@ -46,7 +46,7 @@ def backward(
     dy, y, dx, partial, count, C, dy_stride, tiles,
     SIGMOID: tl.constexpr, P: tl.constexpr, V: tl.constexpr, A: tl.constexpr,
 ):  # fmt: skip
-    """Write dx = g'(x + b) dy, and the sum of dx over this program's pixels, which is a term of the bias's gradient."""
+    """Write dx = g'(x + bias) dy, and the sum of dx over the program's pixels, a term of the bias's gradient."""
     C = C * A
     part, channel = place(C, V)
     total = tl.zeros([P, V], tl.float32)

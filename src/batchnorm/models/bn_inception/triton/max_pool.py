@@ -1,10 +1,11 @@
-"""Max pooling of 3x3 windows, padded by 1, in channels-last tensors, optionally after normalization and ReLU.
+"""Max pooling of 3x3 windows, with padding 1, in channels-last tensors, optionally after normalization and ReLU.
 
 The columns of windows in all images are numbered consecutively. A unit is a set of windows: P columns and up to
 ``share`` rows. A slice is a set of V consecutive channels. A program processes one slice of a unit (in
-:func:`max_sums`, of several units) row by row, and keeps the values that the next row of windows also needs. C, the
-number of channels, and the strides between pixels are given in units of A elements, so that the compiler knows the
-alignment of accesses.
+:func:`max_sums`, of several units) row by row. Except in :func:`max_backward_1`, it keeps in registers the values that
+the next row of windows also needs. The number of channels C and the strides between pixels are given in units of A
+elements, so that the compiler knows the alignment of accesses. Docstrings give the shapes of tensors in brackets, such
+as [P, V].
 
 The position of a maximum in its window is encoded as UP, DOWN or 0, plus LEFT, RIGHT or 0; the middle of the window is
 0. The positions of two neighbouring channels share a byte, with the first channel in the lower four bits.
@@ -22,19 +23,19 @@ LEFT = tl.constexpr(1)
 RIGHT = tl.constexpr(2)
 UP = tl.constexpr(4)
 DOWN = tl.constexpr(8)
-NOWHERE = tl.constexpr(15)  # no pixel gets the window's gradient, because ReLU's derivative at the maximum is 0
+NOWHERE = tl.constexpr(15)  # the position if no pixel gets the window's gradient, because ReLU's derivative is 0
 
 
 @triton.jit
 def slice_of(program, C, A: tl.constexpr, V: tl.constexpr):
     """Return which slice of V channels a program processes, and what the slice contains.
 
-    A byte stores the positions of two channels' maxima.
+    A position byte stores the positions of two channels' maxima.
 
     Returns:
-        The program's index among the programs of its slice; the slice's index; the indices of its channels [V] and
-        bytes [V / 2]; masks of the channels and of the bytes that exist; the number of slices; the number of bytes per
-        pixel.
+        The program's index among the programs of its slice; the slice's index; the indices of the slice's channels [V]
+        and of its position bytes [V / 2]; a mask of the channels that exist; a mask of the position bytes that exist;
+        the number of slices; the number of position bytes per window.
     """
     pixel_bytes = C * (A // 2) if A > 1 else (C + 1) // 2
     C = C * A
@@ -48,10 +49,13 @@ def slice_of(program, C, A: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def columns_of(unit, columns, rows, share, width, P: tl.constexpr):
-    """Return the images and columns [P] of a unit, a mask of the columns that exist, and the unit's range of rows.
+    """Return the columns and the rows of windows of a unit.
 
-    The range is returned as two numbers: its first row and the row after its last one. Columns that do not exist are
-    replaced by the last column.
+    Columns that do not exist are replaced by the last column.
+
+    Returns:
+        The image of each column [P]; the column's index in its image [P]; a mask of the columns that exist; the first
+        row of the unit; the row after its last row.
     """
     chunks = (rows + share - 1) // share
     block = unit // chunks
@@ -65,16 +69,20 @@ def columns_of(unit, columns, rows, share, width, P: tl.constexpr):
 
 @triton.jit
 def pointers(x, image, column, lane, height, width, step):
-    """Return the addresses of pixels in the first row of their images, and the distance between rows."""
+    """Return the addresses of pixels in the first row of their images, and the stride between rows.
+
+    ``lane`` holds offsets inside a pixel, and ``step`` is the stride between pixels.
+    """
     pitch = (width * step).to(tl.int64)
     return (x + image * (height * pitch))[:, None] + ((column * step)[:, None] + lane[None, :]), pitch
 
 
 @triton.jit
 def pixels_of(x, image, column, channel, half, height, width, stride, A: tl.constexpr):
-    """Return the addresses of pixels in the first row of their images, and the strides of pixels and of rows.
+    """Return the addresses of pixels in the first row of their images, and the strides between pixels and between rows.
 
-    If A > 1, a pair of bfloat16 values is read as one integer, which takes fewer instructions to convert to float32.
+    If x is bfloat16 and A > 1, the addresses and strides are those of int32 values. Each of these values is a pair of
+    bfloat16 values, because such pairs take fewer instructions to convert to float32.
     """
     if x.dtype.element_ty == tl.bfloat16 and A > 1:
         step = stride * (A // 2)
@@ -88,7 +96,7 @@ def pixels_of(x, image, column, channel, half, height, width, stride, A: tl.cons
 
 @triton.jit
 def load_raw(p, here, half_here):
-    """Read pixels without conversion, with 0 for pixels that do not exist; :func:`as_floats` converts them."""
+    """Read pixels without conversion to float32, with 0 for masked values; int32 pairs use the mask ``half_here``."""
     if p.dtype.element_ty == tl.int32:
         return tl.load(p, mask=half_here, other=0)
     else:
@@ -123,7 +131,7 @@ def load_pixels(p, here, half_here, flip, P: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def load_row(row, image_row, here, half_here, flip, P: tl.constexpr, V: tl.constexpr):
-    """Read three neighbouring pixels of a row with :func:`load_pixels`."""
+    """Read three neighbouring pixels of a row with :func:`load_pixels`, and return them from left to right."""
     middle, left, right, pitch = image_row
     p = middle + row * pitch
     a = load_pixels(p + left, here, half_here, flip, P, V)
@@ -135,7 +143,8 @@ def load_row(row, image_row, here, half_here, flip, P: tl.constexpr, V: tl.const
 def three_columns(x, image, column, channel, half, H, W, stride, A: tl.constexpr):
     """Return the argument ``image_row`` of :func:`load_row`, and a mask of the position bits that point into the image.
 
-    A pixel to the left or right of the image is replaced by the nearest pixel inside.
+    ``column`` is the column of the windows' middle pixels. If a window's left or right pixel is outside the image, the
+    middle pixel replaces it, and the mask clears LEFT or RIGHT.
     """
     p, step, pitch = pixels_of(x, image, column, channel, half, H, W, stride, A)
     left = tl.maximum(column - 1, 0) - column
@@ -152,7 +161,7 @@ def greatest(a, b):
 
 @triton.jit
 def greatest_in_row(row, image_row, here, half_here, flip, P: tl.constexpr, V: tl.constexpr):
-    """Return the maximum of three neighbouring pixels of a row, and the position of the first pixel with this value."""
+    """Return the maximum of three neighbouring pixels of a row, and its first position: LEFT, 0 or RIGHT."""
     a, b, c = load_row(row, image_row, here, half_here, flip, P, V)
     best = greatest(greatest(a, b), c)
     return best, tl.where(a == best, LEFT, tl.where(b == best, 0, RIGHT))
@@ -173,7 +182,7 @@ def load_places(p, half_here, P: tl.constexpr, V: tl.constexpr):
 
 
 _SIZES = ["columns", "C", "H", "W", "out_H", "out_W", "share"]
-# These arguments may be views of one flat buffer, with any alignment. Do not compile a kernel for each alignment.
+# These arguments may be views of one flat buffer, with any alignment. Do not compile a kernel again for each alignment.
 _SMALL = ["dgamma", "dbeta", "words"]
 
 
@@ -241,7 +250,8 @@ def max_sums(
     """Write the gradients of gamma and beta for normalization, ReLU and max pooling at stride 2.
 
     A window's gradient goes to at most one pixel, so the sums run over windows. Each program adds up at most ``each``
-    units. The last program of a slice to finish adds up the sums of the slice's programs, in a fixed order.
+    units. The last program of a slice to finish adds up the sums of the slice's programs, in a fixed order. If TREE,
+    groups of up to 32 programs are added up first.
     """
     part, piece, channel, half, here, half_here, slices, pixel_bytes = slice_of(tl.program_id(0), C, A, V)
     base = tl.load(stats + 3 * C * A + channel, mask=channel < C * A, other=0.0)[None, :]
@@ -290,8 +300,8 @@ def selected(d, place, wanted: tl.constexpr):
 def store_pixel(dx, raw, dz, here, base, scale, k2, k0, P: tl.constexpr, V: tl.constexpr):
     """Write the gradients of pixels.
 
-    If ``raw`` is None, the gradient is dz. If only ``scale`` is None, the gradient is dz + v, where v are the values of
-    ``raw``. If neither is None, the gradient is scale dz + k2 (v - base) + k0.
+    If ``raw`` is None, the gradient is dz. Otherwise, let v be ``raw`` in float32: the gradient is dz + v if ``scale``
+    is None, and scale dz + k2 (v - base) + k0 if ``scale`` is given.
     """
     if raw is not None:
         v = as_floats(raw, None, P, V)
@@ -307,10 +317,12 @@ def max_backward_2(
     dy, where, dx, other, stats, dgamma, dbeta, columns, C, H, W, out_H, out_W, share, dy_stride,
     P: tl.constexpr, V: tl.constexpr, A: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of max pooling's input at stride 2, plus ``other`` if it is given.
+    """Write the gradient of the input of max pooling at stride 2, optionally after normalization and ReLU.
 
-    If ``stats`` is given, ``other`` is x, the input of the normalization, and the kernel writes the gradient of x,
-    dx = scale dz + k2 (x - base) + k0, where dz is the gradient of ReLU's input.
+    If ``stats`` is None, write the gradient of max pooling's input, plus ``other`` if it is given. If ``stats`` is
+    given, ``other`` is x, the input of the normalization. In that case, write the gradient of x,
+    dx = scale dz + k2 (x - base) + k0. Here dz is the gradient of ReLU's input, and k2 and k0 are computed from the
+    gradients of gamma and beta.
     """
     # Process the units in reverse order, because the values that max_sums read last may still be in the cache.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -378,7 +390,10 @@ def window_gradient(
     windows, row, exists, here, half_here, H, W,
     BELOW: tl.constexpr, BESIDE: tl.constexpr, P: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """Return the gradients that pixels get from windows BELOW rows further down and BESIDE columns further right."""
+    """Return the gradients that pixels get from the windows BELOW rows further down and BESIDE columns to the right.
+
+    BELOW and BESIDE are -1, 0 or 1.
+    """
     # A pixel's position is UP in the window below it (BELOW is 1), and DOWN in the window above it (BELOW is -1).
     PLACE: tl.constexpr = (0 if BELOW == 0 else UP if BELOW == 1 else DOWN) + (
         0 if BESIDE == 0 else LEFT if BESIDE == 1 else RIGHT

@@ -4,9 +4,16 @@ Let g be the activation, z its input, dz = g'(z) dy, std = sqrt(var + eps) and x
 per channel, the gradients of the paper's Section 3 are
 dbeta = sum(dz), dgamma = sum(dz x_hat), dx = gamma / std * (dz - dbeta / m - x_hat dgamma / m).
 
-PHASE and T have the same meaning as in forward.py, and ALONE, LAST and TREE as in its ``normalize_part``. The same
-multiply-add as in the forward pass recomputes z from x. If a residual was added, g' is read from one saved bit per
-element, or computed from x and the saved residual.
+The two sums are s1 = sum(dz), which is dbeta, and s2 = sum(dz (x - base)). With mean = base + low as in forward.py,
+dgamma = (s2 - low s1) / std.
+
+PHASE 1 computes the sums, dgamma and dbeta, PHASE 2 computes dx and the residual's gradient, and PHASE 3 does both. T
+and the arguments ``slices``, ``parts``, ``share``, ``partial`` and ``words`` are described in forward.py. ALONE, LAST
+and TREE are described in its ``normalize_part``; here, the programs merge sums instead of moments.
+
+If g is the identity, dz is dy. Otherwise, if a residual was added, the forward pass may have saved one bit per element,
+which determines g'(z). Without such bits, z is recomputed from x, and from the residual if there is one, by the same
+multiply-add as in the forward pass.
 """
 
 from __future__ import annotations
@@ -37,7 +44,7 @@ def dz_of(
     dy, tile, first, last, residual, bits, strides, base, scale, offset, slope, piece, channel, shape,
     ACT: tl.constexpr, FORM: tl.constexpr,
 ):  # fmt: skip
-    """Return a tile of dz = g'(z) dy in float32, given the tiles of dy and x."""
+    """Return a tile of dz = g'(z) dy in float32, given the tile ``dy`` of dy and the tile ``tile`` of x."""
     dy = dy.to(tl.float32)
     if ACT == IDENTITY:
         return dy
@@ -53,7 +60,7 @@ def dz_of(
 
 @triton.jit
 def add_parts(partial, first, last, channel, C):
-    """Add up each of the two sums over the parts ``first`` to ``last - 1``, in a fixed order."""
+    """Return the sums s1 and s2, added up over the parts ``first`` to ``last - 1`` in a fixed order."""
     PARTS: tl.constexpr = 32
     s1 = tl.zeros_like(channel).to(tl.float32)
     s2 = tl.zeros_like(s1)
@@ -70,7 +77,7 @@ def add_parts(partial, first, last, channel, C):
 
 @triton.jit
 def store_part(partial, part, s1, s2, channel, C):
-    """Write a part's sums."""
+    """Write a part's sums s1 and s2 to ``partial``, with C floats each."""
     at = partial + part * (2 * C) + channel
     tl.store(at, s1, mask=channel < C)
     tl.store(at + C, s2, mask=channel < C)
@@ -78,7 +85,7 @@ def store_part(partial, part, s1, s2, channel, C):
 
 @triton.jit
 def publish(stats, dgamma, dbeta, s1, s2, channel, C, write):
-    """Return the gradients of gamma and beta, and store them if ``write``."""
+    """Return the gradients of gamma and beta, given the sums s1 and s2; store the gradients if ``write``."""
     low = tl.load(stats + 4 * C + channel, mask=channel < C, other=0.0)
     invstd = tl.load(stats + 7 * C + channel, mask=channel < C, other=0.0)
     dg = (s2 - low * s1) * invstd
@@ -94,8 +101,8 @@ def settle(
 ):  # fmt: skip
     """Store a part's sums; the last program to arrive adds up all sums and stores the gradients of gamma and beta.
 
-    With TREE, the sums of each group of up to 32 parts are added up first. ``word`` counts the parts or, with TREE, the
-    groups of parts whose sums have been stored.
+    That program then releases the programs that wait for the gradients. With TREE, the sums of each group of up to 32
+    parts are added up first. ``word`` counts the parts or, with TREE, the groups whose sums have been stored.
     """
     store_part(partial, part, s1, s2, channel, C)
     if TREE:
@@ -120,7 +127,7 @@ def settle(
 
 @triton.jit
 def write_tile(dz, tile, first, last, dx, dresidual, strides, base, scale, k2, k0, channel, shape, FORM: tl.constexpr):
-    """Write a tile of dx = scale dz - (k2 (x - base) + k0); if ``dresidual`` is given, write a tile of dz to it."""
+    """Write a tile of dx = scale dz - (k2 (x - base) + k0); write a tile of dz to ``dresidual`` if given."""
     at = offsets(first + tl.arange(0, FORM[1]), strides, channel, shape, FORM)
     exists = inside(first, last, channel, shape, FORM)
     mean_terms = tl.fma(tile.to(tl.float32) - base[None, :], k2[None, :], k0[None, :])
@@ -140,9 +147,9 @@ def differentiate_part(
     """Do the work of one program, which processes one part of a slice."""
     R: tl.constexpr = FORM[1]
     V: tl.constexpr = FORM[2]
-    EACH: tl.constexpr = 1 if FORM[0] else V
-    # With relu and relu6, dz is dy or 0, which is exact in the dtype of dy. So hold dz in registers in place of dy.
-    # With other activations, hold dy and compute dz twice.
+    EACH: tl.constexpr = 1 if FORM[0] else V  # values of one channel in a unit
+    # With relu and relu6, dz is dy or 0, so rounding dz to the dtype of dy changes nothing. PHASE 3 therefore holds dz
+    # in registers instead of dy. With other activations, it holds dy and computes dz twice.
     HOLDS_DZ: tl.constexpr = PHASE == 3 and (ACT == RELU or ACT == RELU6)  # noqa: SIM109
     C = shape[0]
     units = shape[1]
@@ -202,7 +209,7 @@ def differentiate_part(
         if LAST:
             db = tl.load(dbeta + channel, mask=here, other=0.0)
             dg = tl.load(dgamma + channel, mask=here, other=0.0)
-        # Load `low` and `invstd` as late as possible, because the tiles occupy most registers.
+        # Load `low` and `invstd` as late as possible, because the tiles occupy most of the registers.
         low = tl.load(stats + 4 * C + channel, mask=here, other=0.0)
         invstd = tl.load(stats + 7 * C + channel, mask=here, other=0.0)
         k2 = scale * (dg * invstd / count)
@@ -251,7 +258,12 @@ def backward(
     PHASE: tl.constexpr, ALONE: tl.constexpr, LAST: tl.constexpr, TREE: tl.constexpr,
     TICKET: tl.constexpr, STAGES: tl.constexpr, ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
-    """Run the backward pass with ``slices * parts`` programs."""
+    """Run the backward pass, or the phase that PHASE selects, with ``slices * parts`` programs.
+
+    ``x_plane`` and ``y_plane`` are the strides of a channel. dx, the residual and its gradient have the strides
+    ``y_stride`` and ``y_plane``; dy has the strides ``dy_stride`` and ``y_plane``. For channels last, C is passed
+    divided by A.
+    """
     shape = (C * (FORM[3] if FORM[0] else 1), units, width, magic, shift)
     piece, part = place(words, slices, parts, beside, PHASE, TICKET)
     differentiate_part(

@@ -1,8 +1,10 @@
-"""Barriers between the programs of one launch that share a slice of channels; they need no reset between launches.
+"""Barriers for the programs of one launch that process the same slice of channels.
 
-Each slice has one word, an int32 in global memory. The lower 31 bits of a word count the programs that have arrived at
-the barrier. When all programs have arrived, the highest bit flips and the other bits are zero again. Words start at
-zero, and consecutive launches on a stream may use the same words.
+Each slice has one word, an int32 in global memory. Programs arrive by adding to the word, and wait until the word's
+highest bit flips. After the last arrival, the bit flips in one of two ways. With :func:`arrive_to_turn`, the last
+arrival itself flips the bit. With :func:`arrive`, the last program to arrive can do some work first, and then calls
+:func:`release`. Either way, the lower 31 bits are zero after the flip. So if the words start at zero, consecutive
+launches on a stream can use the same words without a reset.
 """
 
 from __future__ import annotations
@@ -17,9 +19,10 @@ TURN = tl.constexpr(-(2**31))  # the highest bit of a word
 def take_ticket(counter, programs):
     """Return this program's number, counted in the order in which programs start.
 
-    The programs of slices that are processed at the same time have consecutive numbers (see :func:`place`). So a
-    program waits only for programs that are already running or that start when earlier slices are done. Thus launches
-    may have any size, and the hardware may start programs in any order.
+    Slices are processed in groups, and the programs of a group have consecutive numbers (see :func:`place`). So a
+    program waits only for programs that already run, or that start when programs of earlier groups have finished. If
+    all programs of a group can run at the same time, there is no deadlock, even if the launch has many more programs
+    and the hardware starts them in any order.
     """
     ticket = tl.atomic_add(counter, 1, sem="relaxed")
     if ticket == programs - 1:
@@ -29,7 +32,10 @@ def take_ticket(counter, programs):
 
 @triton.jit
 def arrive(word, step):
-    """Count this program's arrival, make its writes visible to other programs, and return the previous count."""
+    """Add ``step`` to the word, and return the word's previous lower 31 bits.
+
+    Programs that arrive later can see the writes that this program made before it arrived.
+    """
     tl.debug_barrier()
     before = tl.atomic_add(word, step, sem="acq_rel") & 0x7FFFFFFF
     tl.debug_barrier()
@@ -38,30 +44,34 @@ def arrive(word, step):
 
 @triton.jit
 def release(word, parts):
-    """Flip the highest bit, which releases the waiting programs; call this after exactly ``parts`` arrivals."""
+    """Flip the word's highest bit, which releases the waiting programs, and set the other bits to zero.
+
+    Call this after exactly ``parts`` arrivals, each with step 1.
+    """
     tl.debug_barrier()
     tl.atomic_add(word, TURN - parts, sem="release")
 
 
 @triton.jit
 def arrive_to_turn(word, part, parts):
-    """Count this program's arrival; the highest bit flips when all ``parts`` programs have arrived."""
+    """Record this program's arrival; the word's highest bit flips when all ``parts`` programs have arrived."""
     tl.debug_barrier()
+    # The steps of all programs add up to TURN. In any order, the highest bit flips only at the last step.
     step = tl.where(part == 0, TURN - (parts - 1), 1)
     tl.atomic_add(word, step, sem="release")
 
 
 @triton.jit
 def side_of(word):
-    """Return the word's highest bit; call this before the program arrives."""
+    """Return the word's highest bit, which :func:`wait` needs; call this before the program arrives."""
     return tl.load(word, volatile=True) & TURN
 
 
 @triton.jit
 def wait(word, side):
-    """Wait until the highest bit differs from ``side``; the other programs' writes are then visible."""
-    # Use assembly, because Triton has no load-acquire. Only one thread polls, because polling delays the arrivals of
-    # other programs.
+    """Wait until the word's highest bit is not ``side``; what other programs wrote before the flip is then visible."""
+    # Use assembly, because Triton has no load-acquire. Only one thread of the program polls, because polling
+    # delays the arrivals of other programs.
     tl.inline_asm_elementwise(
         """
         {
@@ -94,8 +104,9 @@ def wait(word, side):
 def place(program, slices, parts, beside):
     """Return the slice and the part that a program processes.
 
-    ``beside`` slices are processed at the same time. Neighboring programs process the same part of neighboring slices.
-    In a channels-last tensor, they therefore read long contiguous pieces of memory together.
+    ``program`` is the program's number. Slices are processed in groups of ``beside`` neighboring slices; the last group
+    may be smaller. The first programs of a group process part 0 of each of its slices, the next programs part 1, and so
+    on. In a channels-last tensor, programs with consecutive numbers together read long contiguous pieces of memory.
     """
     group = program // (beside * parts)
     rest = program - group * (beside * parts)

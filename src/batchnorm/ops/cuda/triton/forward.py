@@ -1,13 +1,24 @@
-"""The forward pass: the statistics of each slice of channels, then g(BN(x) + residual).
+"""The forward pass: the statistics of each slice of channels, then y = g(BN(x) + residual), where g is the activation.
 
-The terms slice, part, unit and tile are defined in tile.py. PHASE selects what a launch does. PHASE 1 only computes the
-statistics, and PHASE 2 only normalizes; the "stream" path launches both phases, one after the other, with T = 0. PHASE
-3 does both in one launch: a program holds its T tiles in registers and reads x once, and the programs of a slice wait
-for each other at a barrier.
+The terms slice, part, unit and tile are defined in tile.py. The constant PHASE selects what a launch does: 1 computes
+the statistics and updates the running averages, 2 normalizes, and 3 does both. The constant T is the number of tiles
+that a program holds in registers. The "stream" path has two launches, PHASE 1 and then PHASE 2, with T = 0: each launch
+reads x. On a GPU, the "once" path has one launch, PHASE 3, with T > 0: it reads x once. In PHASE 3, if a slice has
+several programs, they wait for each other at a barrier.
 
-``stats`` has the rows mean, var, count, base, low, scale, offset and invstd. The mean is base + low, and base is close
-to the mean. For values near base, x - base is exact, so no precision is lost even if the mean is a million standard
-deviations from zero.
+Many functions take these arguments:
+
+- ``slices``: the number of slices.
+- ``parts``: the number of parts of each slice.
+- ``share``: the number of units of a part; the last part may have fewer.
+- ``partial``: float32 memory for the results of the parts.
+- ``words``: int32 counters. The first one numbers the programs (see ``take_ticket`` in barrier.py), and the second one
+  counts finished slices. They are followed by one barrier word for each slice and, with TREE (see
+  :func:`normalize_part`), by 32 counters for each slice.
+
+``stats`` has the rows mean, var, count, base, low, scale, offset and invstd. BN(x) is (x - base) * scale + offset. The
+mean is base + low, where base is close to the mean. For values x near base, x - base is exact, so no precision is lost
+even if the mean is a million standard deviations from zero.
 """
 
 from __future__ import annotations
@@ -22,7 +33,7 @@ from .tile import activate, channels_of, inside, load_tile, offsets, opaque, pas
 
 @triton.jit
 def add_tile(s1, s2, tile, near, first, last, FORM: tl.constexpr):
-    """Add d = x - near to s1 and d^2 to s2, for the values x of a tile."""
+    """Return s1 + d and s2 + d^2, where d is x - near for the values x of a tile, and 0 outside the part."""
     exists = (first + tl.arange(0, FORM[1]) < last)[:, None]
     d = tl.where(exists, tile.to(tl.float32) - near[None, :], 0.0)
     return s1 + d, tl.fma(d, d, s2)
@@ -35,9 +46,11 @@ def moments_of(
 ):  # fmt: skip
     """Return low and M2 of a part: its mean is near + low, and M2 is its sum of squared deviations from that mean.
 
-    ``near`` is subtracted from the values before they are summed, because E[x^2] - E[x]^2 loses all precision if the
-    mean is large. Each of n values is at most sqrt(n) standard deviations from their mean. So the relative error of
-    M2 is at most about n rounding errors, whether ``near`` is one of the values or the mean of a few of them.
+    ``near`` is subtracted from the values x before they are summed, because E[x^2] - E[x]^2 loses all precision if the
+    mean is much larger than the standard deviation. Each of n values is at most sqrt(n) standard deviations from their
+    mean. ``near`` is one of the values or the mean of a few of them, so n low^2 is at most n M2. Thus the computed sum
+    of (x - near)^2, which is M2 + n low^2, is at most (n + 1) M2. Subtracting n low^2 from this sum therefore increases
+    its relative rounding error at most about n times.
     """
     R: tl.constexpr = FORM[1]
     V: tl.constexpr = FORM[2]
@@ -60,8 +73,9 @@ def merge(partial, first, last, share, channel, shape, EACH: tl.constexpr):
     """Merge the moments of the parts ``first`` to ``last - 1``, in a fixed order; return base, low and M2.
 
     M2 = sum(M2_part + n_part (mean_part - mean)^2) (Chan, Golub & LeVeque). All means are relative to ``base``, the
-    mean of the first part. With K parts, M2 is at least about 1/K of the term s1 * low that is subtracted at the end,
-    so little precision is lost.
+    mean of the first part, so the mean is base + low. The term s1 * low that is subtracted at the end is n low^2, where
+    n is the number of values. The first of K parts has at least n / K values, and alone adds at least (n / K) low^2 to
+    M2. So M2 is at least 1/K of the subtracted term, and little precision is lost.
     """
     PARTS: tl.constexpr = 32
     C = shape[0]
@@ -89,7 +103,7 @@ def merge(partial, first, last, share, channel, shape, EACH: tl.constexpr):
 
 @triton.jit
 def store_part(partial, part, near, low, m2, channel, C):
-    """Write a part's moments."""
+    """Write a part's moments to ``partial``: near, low and M2, with C floats each."""
     at = partial + part * (3 * C) + channel
     tl.store(at, near, mask=channel < C)
     tl.store(at + C, low, mask=channel < C)
@@ -98,7 +112,7 @@ def store_part(partial, part, near, low, m2, channel, C):
 
 @triton.jit
 def load_or(p, channel, C, default):
-    """Load a parameter of shape [W] as float32, or return ``default`` if the layer has no such parameter."""
+    """Return the parameter ``p`` of each channel as float32, or ``default`` for each channel if ``p`` is None."""
     if p is not None:
         return tl.load(p + channel, mask=channel < C, other=0.0).to(tl.float32)
     else:
@@ -130,7 +144,7 @@ def settle(
     channel, shape,
     EACH: tl.constexpr, CUMULATIVE: tl.constexpr,
 ):  # fmt: skip
-    """Merge a slice's parts, store the slice's statistics, release the waiting programs and update the averages."""
+    """Merge a slice's moments, store its statistics, release its waiting programs and update its running averages."""
     C = shape[0]
     count = shape[1] * EACH
     base, low, m2 = merge(partial, 0, parts, share, channel, shape, EACH)
@@ -165,8 +179,8 @@ def place(words, slices, parts, beside, PHASE: tl.constexpr, TICKET: tl.constexp
     if TICKET:
         program = barrier.take_ticket(words, slices * parts)
     elif PHASE == 2:
-        # Process the parts in reverse order, because the values that the first launch read last are probably still in
-        # the cache.
+        # The second launch processes the parts in reverse order, because the values that the first launch read last are
+        # probably still in the cache.
         program = slices * parts - 1 - program
     return barrier.place(program, slices, parts, beside)
 
@@ -181,13 +195,13 @@ def normalize_part(
 ):  # fmt: skip
     """Do the work of one program, which processes one part of a slice.
 
-    ALONE means that one program processes a whole slice, without a barrier. LAST means that the last program to arrive
-    merges the moments of all parts and writes ``stats`` for the other programs; without LAST, every program merges them
-    itself. TREE means that moments are merged in two steps: first those of each group of up to 32 parts (a twig), then
-    those of the twigs.
+    ALONE means that one program processes a whole slice, without a barrier. LAST means that the last program of a slice
+    to arrive at the barrier merges the moments of all parts, and writes ``stats`` for the other programs. Without LAST
+    and ALONE, each program merges the moments of all parts itself. TREE, which requires LAST, means that moments are
+    merged in two steps: first those of each group of up to 32 parts (a twig), then those of the twigs.
     """
     R: tl.constexpr = FORM[1]
-    EACH: tl.constexpr = 1 if FORM[0] else FORM[2]
+    EACH: tl.constexpr = 1 if FORM[0] else FORM[2]  # values of one channel in a unit
     C = shape[0]
     units = shape[1]
     # `partial` starts with two floats per channel for the old running averages. The moments of the parts follow.
@@ -209,7 +223,7 @@ def normalize_part(
             for t in tl.static_range(T):
                 added = added + (load_tile(residual, y_strides, first + t * R, last, channel, shape, FORM),)  # noqa: RUF005
     if PHASE & 1:
-        # Load these small values here, while x is still being loaded, so that nothing has to wait for them later.
+        # Load these few values here, while x is still being loaded, so that no later step has to wait for them.
         near = sample(x, x_strides, first, last, channel, shape, FORM)
         g = load_or(gamma, channel, C, 1.0)
         b = load_or(beta, channel, C, 0.0)
@@ -303,7 +317,11 @@ def forward(
     PHASE: tl.constexpr, ALONE: tl.constexpr, LAST: tl.constexpr, TREE: tl.constexpr,
     TICKET: tl.constexpr, STAGES: tl.constexpr, ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
-    """Run the forward pass with ``slices * parts`` programs."""
+    """Run the forward pass, or the phase that PHASE selects, with ``slices * parts`` programs.
+
+    ``x_plane`` and ``y_plane`` are the strides of a channel. The residual has the strides of y. For channels last, C is
+    passed divided by A.
+    """
     shape = (C * (FORM[3] if FORM[0] else 1), units, width, magic, shift)
     piece, part = place(words, slices, parts, beside, PHASE, TICKET)
     normalize_part(

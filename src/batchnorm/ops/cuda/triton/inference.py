@@ -1,4 +1,4 @@
-"""Normalize by given statistics, in one pass: a kernel for dense tensors and a kernel for channels-last rows."""
+"""Normalize by given statistics: a kernel for dense tensors, and one for channels-last tensors of any row stride."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ def normalize(
 ):  # fmt: skip
     """Write g(gamma (x - mean) / sqrt(var + eps) + beta + residual) to y, where g is the activation.
 
-    The channel changes every ``inner`` elements.
+    The tensors are dense and have ``count`` elements. Each run of ``inner`` consecutive elements belongs to one
+    channel.
     """
     start = tl.program_id(0).to(tl.int64) * BLOCK
     element = tl.arange(0, BLOCK)
@@ -37,8 +38,9 @@ def normalize_rows(
 ):  # fmt: skip
     """Normalize channels-last rows by given statistics, with P rows of V channels per program.
 
-    C and the row strides are multiples of A. They are passed divided by A and multiplied by A here, so that the
-    compiler knows that they are multiples of A and can use wide accesses.
+    A row has the values of all channels at one location of one example. C and the row strides are multiples of A. They
+    are passed divided by A and multiplied by A here, so that the compiler knows that they are multiples of A and can
+    use wide loads and stores.
     """
     C = C * A
     slices = (C + V - 1) // V

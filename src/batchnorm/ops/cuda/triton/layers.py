@@ -1,9 +1,12 @@
 """Kernels for up to four layers in one launch, on channels-last tensors with the same number of rows.
 
-A slice is a group of neighboring channels of one layer. Slices are numbered across all layers: layer 0 starts at slice
-0, layer 1 at slice ``first1``, and so on. If there are fewer than four layers, the absent layers start at slice
-``slices``, the total number of slices, so that no slice belongs to them. ``stats``, ``partial`` and ``words`` hold the
-numbers of all layers, one layer after the other. The argument ``piece`` of a function is the index of a slice.
+A row has the values of all channels at one location of one example. A slice is a group of neighboring channels of one
+layer. Slices are numbered across all layers: layer 0 starts at slice 0, layer 1 at slice ``first1``, and so on. If
+there are fewer than four layers, the absent layers start at slice ``slices``, the total number of slices, so that no
+slice belongs to them. ``stats``, ``partial`` and ``words`` hold the values of all layers, one layer after the other.
+The argument ``piece`` of a function is the index of a slice, and ``firsts`` has the first slices of layers 1 to 3. The
+numbers of channels and the strides are passed divided by A. The other arguments are described in tile.py, forward.py
+and backward.py.
 """
 
 from __future__ import annotations
@@ -32,8 +35,8 @@ def pick(piece, firsts, values):
 def find_layer(piece, firsts, channels, slices, A: tl.constexpr):
     """Return five numbers for the layer that a slice belongs to.
 
-    The numbers are the layer's first slice, how many slices it has, how many channels it has, how many channels come
-    before it, and how many layers come before it.
+    The numbers are the layer's first slice, its number of slices, its number of channels, the total number of channels
+    of all earlier layers, and the number of earlier layers.
     """
     first = pick(piece, firsts, (0, firsts[0], firsts[1], firsts[2]))
     end = pick(piece, firsts, (firsts[0], firsts[1], firsts[2], slices))
@@ -99,7 +102,7 @@ def backward_layers(
     PHASE: tl.constexpr, ALONE: tl.constexpr, LAST: tl.constexpr, TREE: tl.constexpr,
     TICKET: tl.constexpr, STAGES: tl.constexpr, ON_DEVICE: tl.constexpr,
 ):  # fmt: skip
-    """Run the backward pass with ``slices * parts`` programs; ``y_stride0`` to ``y_stride3`` are the strides of dx."""
+    """Run the backward pass with ``slices * parts`` programs; dx has the row strides ``y_stride0`` to ``y_stride3``."""
     piece, part = place(words, slices, parts, beside, PHASE, TICKET)
     f = (first1, first2, first3)
     first, own_slices, C, before, layer = find_layer(piece, f, (C0, C1, C2, C3), slices, FORM[3])

@@ -1,9 +1,12 @@
 """Update the running averages, by the rules of ops/running.py.
 
-A slice is a group of channels. Its averages are updated as soon as its moments are known. But if the moments of one
-channel are not finite, no average may change, and other slices may already have been updated. So the old averages are
-saved in ``before``, and the program that finishes the last slice restores them if necessary. This way, no program has
-to wait until the moments of all slices are known.
+A slice is a group of channels of a layer. Its averages are updated as soon as its moments are known. But if the moments
+of any channel of the layer are not finite, no average may change, and by then other slices may already have been
+updated. So the old averages are saved in the array ``before``, and the program that finishes the last slice restores
+them if necessary. This way, no program has to wait until the moments of all slices are known.
+
+The tuple ``running`` has the running mean, the running variance, the number of batches and the number of skipped
+batches.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import triton.language as tl
 
 from . import barrier
 
-BAD = tl.constexpr(1 << 16)  # added to the count of finished slices for each slice with a non-finite channel
+BAD = tl.constexpr(1 << 16)  # added to the count of finished slices for each slice with a non-finite moment
 
 
 @triton.jit
@@ -24,7 +27,7 @@ def is_number(v):
 
 @triton.jit
 def load_old(running, channel, C):
-    """Return a slice's running mean and variance, and the number of batches including this one."""
+    """Return a slice's running mean, its running variance, and the number of batches including this one."""
     here = channel < C
     mean = tl.load(running[0] + channel, mask=here, other=0.0)
     var = tl.load(running[1] + channel, mask=here, other=0.0)
@@ -33,7 +36,7 @@ def load_old(running, channel, C):
 
 @triton.jit
 def restore(before, C, running):
-    """Restore the averages of all slices, and count the batch as skipped."""
+    """Restore the averages of all slices from ``before``, and count the batch as skipped."""
     BLOCK: tl.constexpr = 512
     for start in range(0, C, BLOCK):
         c = start + tl.arange(0, BLOCK)
@@ -44,9 +47,11 @@ def restore(before, C, running):
 
 @triton.jit
 def move(done, slices, before, C, count, mean, var, running, old, momentum, channel, CUMULATIVE: tl.constexpr):
-    """Update each average r of a slice to r + factor * (moment - r), with the unbiased variance, and count the slice.
+    """Update each average r of a slice to r + factor * (moment - r), and count the slice in ``done``.
 
-    ``done`` counts the finished slices. A batch of one value per channel changes nothing: it has no unbiased variance.
+    The moments are the mean and the unbiased variance. The factor is ``momentum`` or, if CUMULATIVE, 1 divided by the
+    number of batches. A batch of one value per channel has no unbiased variance, so it changes nothing. The program
+    that counts the last slice also counts the batch or, if any moment is not finite, calls :func:`restore`.
     """
     if count > 1:
         here = channel < C

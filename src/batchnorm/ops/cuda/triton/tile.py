@@ -1,23 +1,31 @@
 """Access a tensor in tiles, with the same code for both layouts: channels last and channels first.
 
-A *slice* is up to V neighboring channels of a channels-last tensor, or one channel of a channels-first tensor. A *unit*
-is a row of a channels-last tensor (one location of one example), or V adjacent locations of one channel of a
-channels-first tensor. The units of a slice are divided into *parts*, and a program processes one part in tiles. In both
-layouts, a tile has the shape [R, V]: R rows of V channels, or R units of one channel. Per-channel values v have the
-shape [W], where W is V (channels last) or 1 (channels first). So ``v[None, :]`` broadcasts over a tile in both layouts.
+R and V are compile-time constants. A *row* of a channels-last tensor has the values of all channels at one location of
+one example.
 
-Most functions take these arguments:
+- A *slice* is a group of V neighboring channels of a channels-last tensor, or one channel of a channels-first tensor.
+  If C is not a multiple of V, the last slice of a channels-last tensor has fewer than V channels.
+- A *unit* is the piece of one row that lies in a slice (channels last), or the values at V adjacent locations of one
+  channel (channels first).
+- A *part* is a range of consecutive units of a slice. Each program processes one part.
+- A *tile* is R consecutive units of a part. Its shape is [R, V] in both layouts.
+
+Per-channel values v have the shape [W], where W is V (channels last) or 1 (channels first). So ``v[None, :]``
+broadcasts over a tile in both layouts.
+
+Most functions take some of these arguments:
 
 - ``piece``: the index of a slice.
-- ``first``: the index of a tile's first unit.
+- ``channel``: the indices of the slice's channels, from :func:`channels_of`.
+- ``first``: the index of the first unit of a tile or of a part.
 - ``last``: one more than the index of the last unit of the program's part.
-- ``FORM``: five constants: whether the layout is channels last, R, V, A, and whether offsets need 64 bits. All strides
-  are multiples of A and are passed divided by A.
-- ``shape``: five numbers: the number of channels C, the units of a channel, the units of a channel in one example,
-  ``magic`` and ``shift``. ``magic`` and ``shift`` turn the division by the third number into a multiplication, which is
-  faster.
+- ``FORM``: five constants: whether the layout is channels last, R, V, A, and whether offsets need 64 bits. A is a
+  number that divides all strides, and the strides are passed divided by A.
+- ``shape``: five numbers: the number of channels C, the units of a slice, the units of a channel in one example,
+  ``magic`` and ``shift``. The last three are used only for channels first. ``magic`` and ``shift`` replace the division
+  by the third number with a multiplication and a shift, which are faster.
 - ``strides``: two strides of a tensor: that of a row (channels last) or an example (channels first), and that of a
-  channel.
+  channel, which is used only for channels first.
 """
 
 from __future__ import annotations
@@ -39,7 +47,7 @@ HARDSWISH = tl.constexpr(NAMES.index("hardswish"))
 
 @triton.jit
 def channels_of(piece, FORM: tl.constexpr):
-    """Return the indices of a slice's channels, of shape [W]."""
+    """Return the indices of a slice's channels, as a tensor of shape [W]; in the last slice, some may be C or more."""
     V: tl.constexpr = FORM[2]
     if FORM[0]:
         return piece * V + tl.arange(0, V)
@@ -49,7 +57,7 @@ def channels_of(piece, FORM: tl.constexpr):
 
 @triton.jit
 def place_of(units, strides, shape, FORM: tl.constexpr):
-    """Return the offsets of ``units`` of channel 0 in a channels-first tensor."""
+    """Return the element offset at which each unit starts in channel 0 of a channels-first tensor."""
     width = shape[2]
     example = (tl.umulhi(units.to(tl.uint32), shape[3].to(tl.uint32, bitcast=True)) >> shape[4]).to(tl.int32)
     start = (units - example * width) * FORM[2]
@@ -60,9 +68,9 @@ def place_of(units, strides, shape, FORM: tl.constexpr):
 
 @triton.jit
 def offsets(units, strides, channel, shape, FORM: tl.constexpr):
-    """Return the element offsets [R, V] of ``units`` of a slice."""
+    """Return one row of V element offsets for each unit of a slice, given the units' indices."""
     V: tl.constexpr = FORM[2]
-    # Multiplying by A tells the compiler that the strides are multiples of A, so that it can use wide accesses.
+    # Multiplying by A tells the compiler that the strides are multiples of A, so that it can use wide loads and stores.
     A: tl.constexpr = FORM[3]
     if FORM[4]:
         channel = channel.to(tl.int64)
@@ -77,7 +85,7 @@ def offsets(units, strides, channel, shape, FORM: tl.constexpr):
 
 @triton.jit
 def inside(first, last, channel, shape, FORM: tl.constexpr):
-    """Return a mask [R, V] of the tile's elements that belong to the part and to an existing channel."""
+    """Return a mask of shape [R, W] that is true where the unit is inside the part and the channel is less than C."""
     return (first + tl.arange(0, FORM[1]) < last)[:, None] & (channel < shape[0])[None, :]
 
 
@@ -90,10 +98,10 @@ def load_tile(x, strides, first, last, channel, shape, FORM: tl.constexpr):
 
 @triton.jit
 def sample(x, strides, first, last, channel, shape, FORM: tl.constexpr):
-    """Estimate the mean [W] of the units ``first`` to ``last - 1`` from a few of their values.
+    """Estimate the mean of each channel over the units ``first`` to ``last - 1`` from a few of the values.
 
-    These are the values of the first row (channels last), or up to 32 values (channels first). The result is 0 for a
-    channel whose estimate is not finite.
+    The estimate is the first value (channels last), or the mean of the first values, at most 32 (channels first). The
+    result has the shape [W], and is 0 for a channel whose estimate is not finite.
     """
     V: tl.constexpr = FORM[2]
     A: tl.constexpr = FORM[3]
@@ -115,7 +123,7 @@ def sample(x, strides, first, last, channel, shape, FORM: tl.constexpr):
 
 @triton.jit
 def totals(s, t, FORM: tl.constexpr):
-    """Return the sums per channel of two tiles; one reduction computes both, which is faster than two reductions."""
+    """Return the per-channel sums of tile ``s`` and of tile ``t``; reducing both together is faster than one by one."""
     both = tl.join(s, t)
     if FORM[0]:
         return tl.split(tl.sum(both, 0))
@@ -125,10 +133,11 @@ def totals(s, t, FORM: tl.constexpr):
 
 @triton.jit
 def opaque(v, ON_DEVICE: tl.constexpr):
-    """Return ``v``, hidden from the compiler's optimizer.
+    """Return ``v`` through inline assembly, so that the compiler cannot know that the value is unchanged.
 
-    Without this function, the compiler keeps the float32 copies and addresses of one pass over a tile for the next
-    pass, and needs many more registers.
+    Otherwise, when a program loops over its tiles a second time, the compiler would reuse the float32 values and the
+    addresses of the first loop. Holding them between the loops takes many registers. ON_DEVICE is false in Triton's
+    interpreter, which does not support assembly.
     """
     if not ON_DEVICE:
         return v
@@ -142,11 +151,11 @@ def opaque(v, ON_DEVICE: tl.constexpr):
 
 @triton.jit
 def bit_offsets(first, last, piece, shape, FORM: tl.constexpr):
-    """Return the offsets of the bytes that hold a tile's bits, and a mask of the bytes that exist.
+    """Return the offsets of the bytes that hold a tile's bits, and a mask of the bytes to access.
 
-    The tile starts at unit ``first``. A row (channels last) has one bit per channel; a channel (channels first) has one
-    bit per value. Each row or channel is padded to whole bytes. Parts start at multiples of 8 units, so a byte never
-    holds bits of two parts.
+    The mask excludes bytes outside the part and, for channels last, bytes past the end of a row. There is one bit per
+    value. Bits are stored row by row (channels last) or channel by channel (channels first), and each row or channel is
+    padded to whole bytes. Parts start at multiples of 8 units, so a byte never holds bits of two parts.
     """
     R: tl.constexpr = FORM[1]
     V: tl.constexpr = FORM[2]
@@ -168,7 +177,7 @@ def bit_offsets(first, last, piece, shape, FORM: tl.constexpr):
 
 @triton.jit
 def store_bits(bits, t, first, last, piece, shape, FORM: tl.constexpr):
-    """Write a tile of booleans as bits; the first of each eight booleans becomes the lowest bit of a byte."""
+    """Write the tile ``t`` of booleans as bits; the first of each eight booleans becomes the lowest bit of a byte."""
     at, exists = bit_offsets(first, last, piece, shape, FORM)
     eights = tl.reshape(t, [FORM[1] * FORM[2] // 8, 8]).to(tl.int32)
     tl.store(bits + at, tl.sum(eights << tl.arange(0, 8)[None, :], 1).to(tl.uint8), mask=exists)
@@ -176,7 +185,7 @@ def store_bits(bits, t, first, last, piece, shape, FORM: tl.constexpr):
 
 @triton.jit
 def load_bits(bits, first, last, piece, shape, FORM: tl.constexpr):
-    """Read back the tile of booleans that :func:`store_bits` wrote."""
+    """Return the tile of booleans that :func:`store_bits` wrote."""
     at, exists = bit_offsets(first, last, piece, shape, FORM)
     packed = tl.load(bits + at, mask=exists, other=0).to(tl.int32)
     return tl.reshape((packed[:, None] >> tl.arange(0, 8)[None, :]) & 1, [FORM[1], FORM[2]]) != 0
@@ -196,7 +205,7 @@ def tanh(z):
 
 @triton.jit
 def activate(z, slope, ACT: tl.constexpr):
-    """Return g(z), where g is the activation whose code is ACT."""
+    """Return g(z), where g is the activation ``NAMES[ACT]``; only leaky_relu uses ``slope``."""
     if ACT == RELU:
         return tl.maximum(z, 0.0, propagate_nan=tl.PropagateNan.ALL)
     elif ACT == LEAKY_RELU:
@@ -218,7 +227,7 @@ def activate(z, slope, ACT: tl.constexpr):
 
 @triton.jit
 def passes(z, ACT: tl.constexpr):
-    """Return a mask of where g'(z) is 1, for activations g whose derivative has only two values.
+    """Return a mask that is true where g'(z) is 1, for the activations g whose derivative has only two values.
 
     If z is NaN, the result is true for relu and relu6, as in torch's CUDA kernels.
     """
@@ -232,7 +241,7 @@ def passes(z, ACT: tl.constexpr):
 
 @triton.jit
 def activate_backward(dy, z, slope, ACT: tl.constexpr):
-    """Return g'(z) * dy."""
+    """Return g'(z) * dy, where g is the activation ``NAMES[ACT]``."""
     if ACT == RELU or ACT == RELU6:  # noqa: SIM109
         return tl.where(passes(z, ACT), dy, 0.0)
     elif ACT == LEAKY_RELU:
