@@ -40,11 +40,11 @@ def _fig2(r: Result) -> str:
             told[0] += f" ({max(tuned):.1f} against the best unnormalized network)"
     if "inception" in run:
         best = max(n["maximum"] for n in run.values())
-        told.append(f"accuracy {best:.1%} (Inception: {run['inception']['maximum']:.1%})")
+        told.append(f"{best:.1%} against {run['inception']['maximum']:.1%}")
     if at_best := r.get("at its best rate"):
         fewer = [n["times fewer steps"] for n in at_best.values() if n["times fewer steps"]]
         most, top = max(fewer, default=0.0), max(n["maximum"] for n in at_best.values())
-        told.append(f"at best rates, {most:.1f} times and {top:.1%}")
+        told.append(f"each at its best rate: up to {most:.1f} times fewer, {top:.1%}")
     if missing := len(r["not yet run"]):
         told.append(f"{missing} runs not yet run")
     return "; ".join(told)

@@ -19,7 +19,8 @@ from .pooling import GlobalAvgPool2d, MaxPool2d
 from .weight_gradients import is_aside, linear, note_cut
 
 # The table as printed, which contradicts itself: by its filter counts, 4c and 4d each have 608 output channels, but its
-# output column says 576. The argument `projection` of inception() chooses between the two numbers.
+# output column says 576. inception(projection=128) follows the filter counts. With 96, the default, the pool
+# projections of 4c and 4d have fewer filters than printed, and the modules have 576 output channels.
 # fmt: off
 APPENDIX = (
     #            name stride #1x1 3x3 reduce, 3x3  double reduce, double  pool + projection (0: no projection)

@@ -981,8 +981,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) backward(
             factor = stats[5 * s.C + channel];
             invstd = stats[7 * s.C + channel];
         }
-        // Computes f = x - base, and dz = dy times the activation's derivative. `v` is a vector of x, `g` is a vector
-        // of dy, and `above` holds the vector's sign bits if SIGNS.
+        // Computes f = x - base, and dz = dy times the activation's derivative. `v` is a vector of x, and `g` is the
+        // vector of dy at the same place. If SIGNS, bit k of `above`, which the forward pass saved for this place, says
+        // whether the derivative at value k is 1.
         auto dz_of = [&](const Vec& v, const Vec& g, u32 above, float (&f)[V], float (&dz)[V]) {
             widen(v, f);
             widen(g, dz);

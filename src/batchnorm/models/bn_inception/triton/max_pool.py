@@ -23,7 +23,9 @@ LEFT = tl.constexpr(1)
 RIGHT = tl.constexpr(2)
 UP = tl.constexpr(4)
 DOWN = tl.constexpr(8)
-NOWHERE = tl.constexpr(15)  # the position if no pixel gets the window's gradient, because ReLU's derivative is 0
+# Stored instead of a position if ReLU's derivative at the maximum is 0, so that no pixel gets the window's gradient.
+# Windows that do not exist also have this position when they are loaded.
+NOWHERE = tl.constexpr(15)
 
 
 @triton.jit
