@@ -111,7 +111,7 @@ def _without_none(text: str) -> str:
     >>> _without_none("│ a folder (default: None) │")
     '│ a folder                 │'
     """
-    unset = r"\(default:(\s+│?\n?│?\s*)(None)?\)"
+    unset = r"\(default:\s+│?\n?│?\s*(?:None)?\)"
     return re.sub(unset, lambda hint: re.sub(r"[^\s│]", " ", hint[0]), text)
 
 

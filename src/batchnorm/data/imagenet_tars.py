@@ -60,8 +60,7 @@ def open_official(folder: Path) -> dict[str, OfficialTar]:
     classes = tuple(sorted({wnid for wnid, *_ in rows}))
     splits = {"train": _source(path, classes, rows)}
     if (folder / VAL_TAR).exists():
-        class_of = dict(_validation_classes(folder))
-        splits["val"] = _source(folder / VAL_TAR, classes, list(_validation_images(folder / VAL_TAR, class_of)))
+        splits["val"] = _source(folder / VAL_TAR, classes, list(_validation_images(folder)))
     return splits
 
 
@@ -95,21 +94,21 @@ def _training_images(path: Path) -> Iterator[Entry]:
                 yield wnid, f"{wnid}/{member.name}", member.offset_data, member.size
 
 
-def _validation_images(path: Path, class_of: dict[str, str]) -> Iterator[Entry]:
+def _validation_images(folder: Path) -> Iterator[Entry]:
+    path, listed = folder / VAL_TAR, _file_of_classes(folder)
+    class_of = dict(_from_table(listed) if listed.name == VAL_TABLE else _from_boxes(listed))
     with path.open("rb") as file:
         for member in members(file, str(path)):
             stem = Path(member.name).stem
             if stem not in class_of:
-                table = VAL_TABLE if (path.parent / VAL_TABLE).exists() else VAL_BOXES
-                raise ValueError(f"{path}:{member.name} is not listed in {path.with_name(table)}")
+                raise ValueError(f"{path}:{member.name} is not listed in {listed}")
             yield class_of[stem], member.name, member.offset_data, member.size
 
 
-def _validation_classes(folder: Path) -> Iterator[tuple[str, str]]:
-    if (folder / VAL_TABLE).exists():
-        return _from_table(folder / VAL_TABLE)
-    if (folder / VAL_BOXES).exists():
-        return _from_boxes(folder / VAL_BOXES)
+def _file_of_classes(folder: Path) -> Path:
+    for name in (VAL_TABLE, VAL_BOXES):
+        if (folder / name).exists():
+            return folder / name
     raise FileNotFoundError(
         f"{folder} has {VAL_TAR} but no file with the classes of its images: put {VAL_BOXES} (from"
         f" image-net.org) or {VAL_TABLE} (from Kaggle's copy) into this folder"

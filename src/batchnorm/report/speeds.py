@@ -22,12 +22,12 @@ def alternatives(results: Path) -> str:
     """Return a table of what the usual tools cannot do, with tests or results as evidence, and what to use instead."""
     result = read(results, NETWORKS) or {"rows": []}
     faster = {
-        row["mode"]: f"a{{}} ResNet-50 trains [{row['speedup']:.2f} times as fast](results/{NETWORKS})"
+        row["mode"]: f"ResNet-50 trains [{row['speedup']:.2f} times as fast](results/{NETWORKS})"
         for row in result["rows"]
         if (row["network"], row["batch"]) == ("torchvision/resnet50", 256) and "failed" not in row
     }
-    eager = f": {faster['eager'].format('n eager')} (bf16, batch 256, H200)" if "eager" in faster else ""
-    compiled = f": with them, {faster['backend'].format(' compiled')}" if "backend" in faster else ""
+    eager = f": an eager {faster['eager']} (bf16, batch 256, H200)" if "eager" in faster else ""
+    compiled = f": with them, a compiled {faster['backend']}" if "backend" in faster else ""
     tests = "tests/known_problems"
     rows = [
         ["you use", "what it cannot do", "use instead"],

@@ -23,16 +23,22 @@ def cross_entropy(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     >>> losses, gradient[0]
     (tensor([1.3863, 1.3863]), tensor([-0.3750,  0.1250,  0.1250,  0.1250]))
     """
-    usual = scores.dim() == 2 and labels.shape == scores.shape[:1] and scores.numel() > 0
-    usual = usual and scores.is_contiguous() and labels.is_contiguous()
-    kernel = HAS_TRITON and dispatch.FAST and scores.is_cuda and torch.version.hip is None
-    if usual and kernel and scores.dtype in DTYPES and labels.dtype == torch.int64 and scores.shape[1] <= MAX_CLASSES:
+    has_kernel = HAS_TRITON and dispatch.FAST and scores.is_cuda and torch.version.hip is None
+    if has_kernel and takes(scores, labels):
         return run_cross_entropy(scores, labels)
     with torch.enable_grad():
         leaf = scores.detach().to(torch.promote_types(scores.dtype, torch.float32)).requires_grad_()
         losses = F.cross_entropy(leaf, labels, reduction="none", ignore_index=NO_LABEL)
         (gradient,) = torch.autograd.grad(losses.mean(), leaf)
     return losses.detach(), gradient.to(scores.dtype)
+
+
+def takes(scores: Tensor, labels: Tensor) -> bool:
+    """Return whether the Triton kernel supports the shapes, layouts and dtypes of these tensors."""
+    if scores.dim() != 2 or labels.shape != scores.shape[:1] or not 0 < scores.shape[1] <= MAX_CLASSES:
+        return False
+    dense = scores.is_contiguous() and labels.is_contiguous() and scores.numel() > 0
+    return dense and scores.dtype in DTYPES and labels.dtype == torch.int64
 
 
 def run_cross_entropy(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

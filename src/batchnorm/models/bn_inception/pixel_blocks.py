@@ -34,8 +34,7 @@ STEM = (64, 3, 7, 7)
 VALUES = 256  # number of values in the blocks that an output pixel of the first convolution depends on
 PIXELS = 256  # number of output pixels that a program of pixel_blocks.cu processes at a time
 THREADS = {"convolve": 128, "kernel_gradient": 256, "add_parts": 256}  # threads per program of a CUDA kernel
-# maximum number of programs per multiprocessor; the number for add_parts is not used
-EACH = {"convolve": 2, "kernel_gradient": 1, "add_parts": 8}
+EACH = {"convolve": 2, "kernel_gradient": 1}  # maximum number of programs per multiprocessor
 
 
 class Window(NamedTuple):
@@ -222,7 +221,7 @@ def _run(name: str, blocks: Tensor, y: Tensor, *others: Tensor) -> None:
 
 @cache
 def _kernel(name: str, dtype: torch.dtype, shared: int, device: torch.device) -> tuple[driver.Kernel, driver.Arguments]:
-    definitions = {"KIND": KINDS[dtype], "PIXELS": PIXELS, "THREADS": THREADS[name], "EACH": EACH[name]}
+    definitions = {"KIND": KINDS[dtype], "PIXELS": PIXELS, "THREADS": THREADS[name], "EACH": EACH.get(name, 1)}
     if name == "convolve":
         definitions["FORWARD"] = 1
     fields = "PPi" if name == "add_parts" else "PPPiiii"
