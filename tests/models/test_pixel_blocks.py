@@ -33,7 +33,7 @@ def usable(request, emulation, monkeypatch):
             pytest.skip("no g++ that compiles the emulated kernel")
         monkeypatch.setattr(driver, "load", emulation)
         monkeypatch.setattr(driver, "unavailable", lambda: None)
-        monkeypatch.setattr(module, "_has_kernels", lambda x: True)
+        monkeypatch.setattr(module.dispatch, "has_kernels", lambda x: True)
         monkeypatch.setattr(module, "_available", lambda device: 232_448)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     module._kernel.cache_clear()

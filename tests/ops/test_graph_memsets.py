@@ -54,7 +54,7 @@ class Graph:
         return 0
 
     def cuGraphMemsetNodeGetParams(self, node, memset):
-        memset._obj.address, memset._obj.size, memset._obj.width, memset._obj.height = 256 * node.value, 4, 300, 1
+        memset._obj.address, memset._obj.size, memset._obj.width, memset._obj.height = 256 * node.value, 4, 3000, 1
         return 0
 
     def cuGraphNodeGetDependencies(self, node, to, count):
@@ -110,7 +110,7 @@ def test_kernels_take_the_places_of_memsets(graph):
     low, high = graph.add(KERNEL, b), graph.add(KERNEL, b, priority=-1)
     last = graph.add(MEMSET, low, high)
     assert replace_memsets(1) == 3
-    places = {place: node for node, (place, words, blocks) in graph.fills.items() if (words, blocks) == (300, 2)}
+    places = {place: node for node, (place, words, blocks) in graph.fills.items() if (words, blocks) == (3000, 3)}
     a, b, last = (places[node] for node in (a, b, last))
     assert graph.kinds == dict.fromkeys((first, a, b, low, high, last), KERNEL)
     assert graph.edges == {(first, a), (a, b), (b, low), (b, high), (low, last), (high, last)}
@@ -130,7 +130,7 @@ def test_memsets_that_stay(graph):
 @pytest.mark.gpu
 def test_a_graph_with_replaced_memsets_writes_the_same():
     run = driver.library()
-    x = [torch.empty(n, dtype=torch.int32, device="cuda") for n in (1, 5000, 7)]
+    x = [torch.empty(n, dtype=torch.int32, device="cuda") for n in (1, 5000, 7, 5003)]
     y = [torch.empty_like(t) for t in x]
 
     def step():
@@ -139,6 +139,7 @@ def test_a_graph_with_replaced_memsets_writes_the_same():
         driver.check(run.cuMemsetD8Async(at[0], 0, ctypes.c_size_t(4), stream))
         driver.check(run.cuMemsetD32Async(at[1], 7, ctypes.c_size_t(5000), stream))
         driver.check(run.cuMemsetD8Async(at[2], 1, ctypes.c_size_t(28), stream))  # this one stays
+        driver.check(run.cuMemsetD32Async(at[3], 8, ctypes.c_size_t(5003), stream))
         for given, to in zip(x, y, strict=True):
             torch.mul(given, 2, out=to)
 
@@ -147,10 +148,10 @@ def test_a_graph_with_replaced_memsets_writes_the_same():
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph):
         step()
-    assert replace_memsets(graph.raw_cuda_graph()) == 2
+    assert replace_memsets(graph.raw_cuda_graph()) == 3
     graph.instantiate()
     for _ in range(2):
         for tensor in (*x, *y):
             tensor.fill_(-1)
         graph.replay()
-        assert [t.unique().tolist() for t in y] == [[0], [14], [2 * 0x01010101]]
+        assert [t.unique().tolist() for t in y] == [[0], [14], [2 * 0x01010101], [16]]

@@ -1,4 +1,4 @@
-"""Gradients on a separate stream, and updates during the backward pass, with streams that only pretend on the CPU."""
+"""Gradients on separate streams, and updates during the backward pass, with streams that only pretend on the CPU."""
 
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ IMAGES, LABELS = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_se
 
 
 class Streams:
-    """Gradients of the separate stream are NaN until something waits for them; updates happen at once."""
+    """Gradients of the separate streams are NaN until something waits for them; updates happen at once."""
 
     def __init__(self, monkeypatch):
         self.hidden, self.deferred, self.parts = [], 0, 0
@@ -215,6 +215,68 @@ def test_other_backward_passes_defer_nothing(streams):
         y = net(IMAGES.bfloat16())
     assert all(g.isfinite().all() for g in torch.autograd.grad(y.float().sum(), list(net.parameters())))
     assert not streams.deferred
+
+
+class Stream:
+    """A stream that knows which pieces of work must be done before the next piece on it starts."""
+
+    def __init__(self):
+        self.done = set()
+
+    def wait_stream(self, other):
+        self.done |= other.done
+
+    def wait_event(self, event):
+        self.done |= event.done
+
+
+@pytest.fixture
+def main(monkeypatch):
+    """The current stream."""
+    running = [Stream()]
+
+    @contextmanager
+    def switched(stream):
+        running.append(stream)
+        yield
+        running.pop()
+
+    class Event:
+        def record(self):
+            self.done = set(running[-1].done)
+
+    for name, fake in (("Stream", Stream), ("Event", Event), ("stream", switched)):
+        monkeypatch.setattr(torch.cuda, name, fake)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: running[-1])
+    return running[0]
+
+
+def test_updates_wait_for_the_gradients_of_all_streams(main):
+    gradients = WeightGradients()
+
+    def start(name):
+        gradients.compute(lambda _: torch.cuda.current_stream().done.add(name), torch.ones(1))
+
+    main.done.add("forward")
+    for name in "abc":
+        start(name)
+    used = [stream.done for stream in gradients.streams]
+    assert sorted(map(sorted, used)) == [["a", "c", "forward"], ["b", "forward"]]
+    with gradients.updating():
+        assert torch.cuda.current_stream().done == {*"abc", "forward"}
+    start("d")
+    assert main.done == {"forward"}
+    gradients.wait()
+    assert main.done == {*"abcd", "forward"}
+
+
+def test_the_backward_pass_waits_for_the_oldest_gradient_if_memory_is_short(main, monkeypatch):
+    gradients = WeightGradients()
+    monkeypatch.setattr(WeightGradients, "BYTES", 10)
+    for k in range(4):
+        gradients.compute(lambda _, k=k: torch.cuda.current_stream().done.add(k), torch.ones(1))
+    assert main.done == {0, 1}
+    assert len(gradients.pending) == gradients.AHEAD
 
 
 def test_the_weights_of_a_module_with_two_names_stay_its_own():

@@ -20,6 +20,14 @@ FAST = os.environ.get("BATCHNORM_FAST", "1") != "0"
 PATHS: dict[str, Path] = {"composite": composite, "cpu": cpu, "cuda": cuda}
 
 
+def has_kernels(x: Tensor) -> bool:
+    """Return whether this library's Triton and CUDA kernels may run on the device of ``x``.
+
+    ROCm is excluded, because the kernels are untested there.
+    """
+    return cuda.HAS_TRITON and FAST and x.is_cuda and torch.version.hip is None
+
+
 class Choice(NamedTuple):
     """Name the path that a call takes and say why.
 

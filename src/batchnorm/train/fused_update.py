@@ -15,9 +15,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops import dispatch
-from ..ops.cuda.autograd import HAS_TRITON
-
 CHUNK = 2048  # maximum number of elements that one program of the Triton kernel updates
 
 
@@ -51,8 +48,8 @@ class FusedUpdate:
         self._captured: list[tuple[Tensor, Tensor]] = []  # keeps alive the tensors that replayed graphs read
 
     def can_update(self, trained: Sequence[Tensor]) -> bool:
-        """Return whether this kernel can replace the optimizer's step for these weights."""
-        if type(self.optimizer) is not torch.optim.SGD or not HAS_TRITON or not dispatch.FAST or torch.version.hip:
+        """Return whether this kernel can replace the optimizer's step for these weights, if kernels can run at all."""
+        if type(self.optimizer) is not torch.optim.SGD:
             return False
         groups = self.optimizer.param_groups
         momentum = groups[0]["momentum"]

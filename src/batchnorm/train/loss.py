@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops import dispatch
-from ..ops.cuda.autograd import DTYPES, HAS_TRITON
+from ..ops.cuda.autograd import DTYPES
 from ..ops.cuda.schedule import power_up
 
 NO_LABEL = torch.iinfo(torch.int64).min  # passed to torch as ignore_index, whose default would ignore the label -100
@@ -23,8 +23,7 @@ def cross_entropy(scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     >>> losses, gradient[0]
     (tensor([1.3863, 1.3863]), tensor([-0.3750,  0.1250,  0.1250,  0.1250]))
     """
-    has_kernel = HAS_TRITON and dispatch.FAST and scores.is_cuda and torch.version.hip is None
-    if has_kernel and takes(scores, labels):
+    if dispatch.has_kernels(scores) and takes(scores, labels):
         return run_cross_entropy(scores, labels)
     with torch.enable_grad():
         leaf = scores.detach().to(torch.promote_types(scores.dtype, torch.float32)).requires_grad_()

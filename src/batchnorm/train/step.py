@@ -136,7 +136,7 @@ class Shadows:
             self._update(rows, optimizer)
 
     def _can_fuse(self, update: FusedUpdate) -> bool:
-        return self.trained[0].is_cuda and update.can_update(self.trained)
+        return dispatch.has_kernels(self.trained[0]) and update.can_update(self.trained)
 
     def _update(self, rows: list[Trained], optimizer: torch.optim.Optimizer) -> None:
         to, of = [], []
@@ -185,7 +185,7 @@ class TrainStep:
             step, instead of casting each weight when it is used. This takes fewer kernel launches; the results are the
             same up to rounding. The option has no effect without ``bf16`` or with several processes.
         graph: capture the whole step as a CUDA graph. If the network is not compiled, its Inception branches run in
-            parallel, and with ``cast_once`` the gradients of its weights are computed on another stream.
+            parallel, and with ``cast_once`` the gradients of its weights are computed on other streams.
         batch: the number of examples in this rank's part of a full batch. A batch of another size, such as an epoch's
             last batch, runs without the graph and, in a single process, without compilation. None means that all
             batches have the same size.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...ops import dispatch
-from ...ops.cuda.autograd import DTYPES, HAS_TRITON
+from ...ops.cuda.autograd import DTYPES
 from ...ops.cuda.layout import geometry_of, row_stride
 from ...ops.cuda.schedule import power_up, up
 from ...ops.torch_state import is_forward_mode, is_observed, is_transformed
@@ -22,9 +22,7 @@ def takes(x: Tensor | torch.fx.Proxy) -> bool:
     """
     if isinstance(x, torch.fx.Proxy):
         return False
-    if not x.is_cuda or x.dim() != 4 or x.dtype not in DTYPES or not HAS_TRITON or x.numel() == 0:
-        return False
-    if not dispatch.FAST or torch.version.hip is not None:  # the kernels are untested on ROCm
+    if not dispatch.has_kernels(x) or x.dim() != 4 or x.dtype not in DTYPES or x.numel() == 0:
         return False
     if is_forward_mode() or (not torch.compiler.is_compiling() and (is_transformed() or is_observed(x))):
         return False

@@ -17,7 +17,7 @@ from torch.nn.grad import conv2d_weight
 
 from ...ops import dispatch
 from ...ops.cuda import driver
-from ...ops.cuda.autograd import DTYPES, HAS_TRITON
+from ...ops.cuda.autograd import DTYPES
 from ...ops.cuda.cached_pass import processors
 from ...ops.cuda.resident import KINDS
 from ...ops.cuda.schedule import power_up, up
@@ -83,13 +83,8 @@ def pixel_blocks(x: Tensor, before: int, taps: int) -> Tensor:
 
 
 def _takes(x: Tensor) -> bool:
-    usual = _has_kernels(x) and x.dtype in DTYPES and x.numel() > 0
+    usual = dispatch.has_kernels(x) and x.dtype in DTYPES and x.numel() > 0
     return usual and not x.requires_grad and is_unseen(x) and not is_forward_mode()
-
-
-def _has_kernels(x: Tensor) -> bool:
-    """Return whether GPU kernels can run on the device of ``x``; ROCm is excluded, because it is untested."""
-    return HAS_TRITON and dispatch.FAST and x.is_cuda and torch.version.hip is None
 
 
 def write_blocks(x: Tensor, blocks: Tensor, before: int) -> None:
@@ -131,7 +126,7 @@ def convolve_by_blocks(x: Tensor, kernel: Tensor, bias: Tensor | None = None) ->
 
 def _can_convolve(blocks: Tensor, kernel: Tensor) -> bool:
     # Call is_unseen() first: under torch.compile, it returns False, so that Dynamo does not trace the checks below.
-    if not is_unseen(blocks, kernel) or not _has_kernels(blocks) or kernel.shape != STEM:
+    if not is_unseen(blocks, kernel) or not dispatch.has_kernels(blocks) or kernel.shape != STEM:
         return False
     device = blocks.device
     if driver.unavailable() is not None:

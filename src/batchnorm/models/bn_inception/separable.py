@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from ...ops import dispatch
-from ...ops.cuda.autograd import HAS_TRITON
 from ...ops.cuda.schedule import power_up, up
 from ...ops.torch_state import is_forward_mode, is_unseen
 
@@ -43,7 +42,7 @@ def _composed(pointwise: Tensor, depthwise: Tensor, inputs: int) -> Tensor:
 
 
 def _takes(p: Tensor, d: Tensor) -> bool:
-    if not HAS_TRITON or not dispatch.FAST or not p.is_cuda or torch.version.hip is not None:
+    if not dispatch.has_kernels(p):
         return False
     same = p.device == d.device and p.dtype == d.dtype == torch.float32 and p.is_contiguous() and d.is_contiguous()
     fits = power_up(len(p)) * power_up(d[0].numel()) <= LARGEST

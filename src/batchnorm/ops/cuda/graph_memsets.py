@@ -17,7 +17,8 @@ import torch
 from . import driver
 
 SOURCE = Path(__file__).with_name("fill.cu")
-THREADS = 256  # threads per block; each thread of fill.cu writes at most one 32-bit word
+THREADS = 256  # threads per block
+WORDS = 4  # number of 32-bit words that a thread of fill.cu writes
 # CU_GRAPH_NODE_TYPE_KERNEL, CU_GRAPH_NODE_TYPE_MEMSET, CU_GRAPH_NODE_TYPE_MEM_ALLOC and CU_GRAPH_NODE_TYPE_MEM_FREE
 _KERNEL, _MEMSET, _MEMORY = 0, 2, (10, 11)
 _PRIORITY = 8  # CU_LAUNCH_ATTRIBUTE_PRIORITY
@@ -94,7 +95,7 @@ def replace_memsets(graph: int) -> int:
 def _add_fill(graph: int, memset: _Memset, words: int, before: list[int]) -> c_void_p:
     given = (c_uint64(memset.address), c_uint64(words), c_uint(memset.value))
     pointers = (c_void_p * len(given))(*map(ctypes.addressof, given))
-    grid, block = (c_uint * 3)(-(-words // THREADS), 1, 1), (c_uint * 3)(THREADS, 1, 1)
+    grid, block = (c_uint * 3)(-(-words // (WORDS * THREADS)), 1, 1), (c_uint * 3)(THREADS, 1, 1)
     kernel = _Kernel(_fill(torch.cuda.current_device()), grid, block, 0, ctypes.addressof(pointers), None, None, None)
     new = c_void_p()
     add = driver.library().cuGraphAddKernelNode_v2
