@@ -27,7 +27,7 @@ PYTHONS = ("3.11", "3.12", "3.13")
 CPU_REQUIRES = ("filelock", "typing-extensions", "setuptools", "sympy", "networkx", "jinja2", "fsspec")
 
 # pip chooses wheels by --platform, but evaluates environment markers for the machine that it runs on. The program PIP
-# replaces the values of the markers, and then runs pip.
+# sets the markers to the values of the target machine, and then runs pip.
 PIP = """
 import json, sys
 from pip._vendor.packaging import markers
@@ -119,7 +119,7 @@ def resolve(torch: str, python: str, kind: str, folder: Path) -> str:
 
 
 def problem(found: dict[str, str], kind: str) -> str:
-    """Say if Triton or CUDA packages are wrongly present or missing; otherwise, return an empty string."""
+    """Return what is wrong if Triton or CUDA packages are missing or unexpected, and an empty string otherwise."""
     has_triton, has_cuda = "triton" in found, any(name.startswith("nvidia-") for name in found)
     if has_triton != kind.startswith("linux"):
         return f"{'has' if has_triton else 'lacks'} Triton"

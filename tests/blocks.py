@@ -6,7 +6,7 @@ from torch import nn
 
 
 class Block(nn.Module):
-    """Run any function with two convolutions, two norms, a shared activation and a shortcut at hand."""
+    """Run a given function on a module with two convolutions, two norms, a shared activation and a shortcut."""
 
     def __init__(self, code, activation=None):
         super().__init__()
@@ -25,7 +25,7 @@ class Block(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """torchvision's: one ReLU serves three places, the sum is in place, the shortcut may be absent."""
+    """A block like torchvision's: one ReLU is called three times, the sum is in place, the shortcut is optional."""
 
     def __init__(self, downsample=None):
         super().__init__()
@@ -47,7 +47,7 @@ class Bottleneck(nn.Module):
 
 
 class ConvNorm(nn.Module):
-    """A child with code of its own that ends in a batch normalization."""
+    """A module for use in other modules; its own forward ends with a batch normalization."""
 
     def __init__(self, activation=None):
         super().__init__()
@@ -60,7 +60,7 @@ class ConvNorm(nn.Module):
 
 
 class RegNetLike(nn.Module):
-    """The last BN is in a child of a child, sum and activation are here."""
+    """The last BN is in a child of a child; the sum and the activation are in this module's forward."""
 
     def __init__(self, project=True):
         super().__init__()
@@ -78,7 +78,7 @@ class RegNetLike(nn.Module):
 
 
 class MobileOneLike(nn.Module):
-    """timm's MobileOneBlock: branches are added one by one, to 0 if there is none yet, and absent ones are 0."""
+    """A block like timm's MobileOneBlock: it adds its branches to 0, one by one; an absent branch adds 0."""
 
     def __init__(self, identity=True, scale=True):
         super().__init__()
@@ -98,7 +98,7 @@ class MobileOneLike(nn.Module):
 
 
 class DenseLayer(nn.Module):
-    """torchvision's: called with a list of tensors, or with one."""
+    """A layer like torchvision's: its input is a list of tensors, or one tensor."""
 
     def __init__(self, inputs):
         super().__init__()
@@ -129,7 +129,7 @@ class DenseBlock(nn.ModuleDict):
 
 
 class UNet(nn.Module):
-    """Two levels, double convolutions, a join."""
+    """A U-Net with two levels, double convolutions and one concatenation."""
 
     def __init__(self):
         super().__init__()

@@ -9,8 +9,8 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-# Before torch is imported. Tests run side by side, one process a core, and no result may depend on how many cores
-# there are.
+# Set this before torch is imported. Tests run in parallel, one process per core, and no result may depend on the number
+# of cores.
 os.environ["OMP_NUM_THREADS"] = "1"
 if not os.access(os.path.expanduser("~"), os.W_OK):  # torch, Triton, matplotlib and this package keep caches there
     os.environ["HOME"] = tempfile.mkdtemp()  # inherited by all processes of this run
@@ -22,9 +22,9 @@ from _pytest.doctest import DoctestModule
 from emulate import compiler
 from hypothesis import HealthCheck, settings
 
-torch.set_num_threads(1)  # if a plugin imported torch before
+torch.set_num_threads(1)  # in case a plugin has already imported torch
 if not torch.cuda.is_available():
-    # Before anything imports triton: the kernels run on CPU tensors then, one program after the other.
+    # Set this before triton is imported, to run its kernels on CPU tensors, one program after the other.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 settings.register_profile(
@@ -52,7 +52,7 @@ def shared_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def emulation(shared_folder):
-    """What stands in for driver.load; None if no compiler here can make it."""
+    """Return an emulation of driver.load, or None if this machine has no compiler for it."""
     try:
         return compiler(shared_folder("emulated"))
     except (FileNotFoundError, subprocess.CalledProcessError):
@@ -75,13 +75,13 @@ ON_DEVICE = torch.cuda.is_available()
     ]
 )
 def device(request):
-    """Where Triton's kernels run: interpreted on the CPU, or on a device where there is one."""
+    """Return the device for Triton's kernels: a GPU if there is one, or the CPU, where they are interpreted."""
     return request.param
 
 
 @pytest.fixture
 def unwritten_is_nan():
-    """Fill what torch allocates, so that a value that a kernel does not write fails."""
+    """Fill new tensors with NaN, so that tests fail if a kernel leaves a value unwritten."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -96,14 +96,15 @@ def _seed():
 def pytest_collect_file():
     """Look for docstring examples in src only.
 
-    There, modules that cannot be imported are skipped (Triton's, without Triton). A test file that cannot be imported
-    would be skipped as well, because its second import finds in sys.modules what the first has left.
+    Without Triton, some modules in src cannot be imported, so pytest is configured to skip such modules when it looks
+    for examples. In a test file, that would hide an import error: the second import finds what the first one left in
+    sys.modules, and the whole file would be skipped.
     """
     return [collector for collector in (yield) if not isinstance(collector, DoctestModule)]
 
 
 def missing():
-    """Say what this machine lacks, by the mark of the tests that need it."""
+    """Yield the marks of tests that cannot run on this machine, each with the reason."""
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     headers = Path(sysconfig.get_path("include"), "Python.h")
     if not torch.cuda.is_available():
@@ -121,5 +122,5 @@ def missing():
 def pytest_collection_modifyitems(items):
     for mark, reason in missing():
         for item in items:
-            if item.get_closest_marker(mark):  # not item.keywords: a folder may be called so
+            if item.get_closest_marker(mark):  # item.keywords also has the names of folders
                 item.add_marker(pytest.mark.skip(reason=reason))

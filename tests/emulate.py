@@ -17,7 +17,7 @@ extern "C" void run(unsigned programs, void** a) {{ launch(programs, [&] {{ {cal
 
 
 def call_of(file, name):
-    """The kernel's call, its pointers by type as declared."""
+    """Return the C++ code of a call of the kernel, with arguments of the declared types."""
     text = file.read_text()
     declared = re.search(rf"__launch_bounds__\([^)]*\) {name}\((.*?)\) {{", text, re.DOTALL)[1]
     types = [" ".join(one.split()).rpartition(" ")[0] for one in declared.split(",")]
@@ -25,7 +25,7 @@ def call_of(file, name):
 
 
 class Emulated:
-    """What driver.Kernel is on a device."""
+    """An emulated kernel with the interface of driver.Kernel."""
 
     def __init__(self, library):
         self.run = library.run
@@ -35,13 +35,14 @@ class Emulated:
 
 
 FLAGS = ["-std=c++20", "-O1", "-fPIC", "-pthread", "-ffp-contract=off"]
-# Parsing the standard headers takes half of a compilation; they are compiled once. Old compilers do not know _Float16.
+# Parsing the standard headers takes half of the compilation time, so precompile them once. This fails with old
+# compilers, which do not support _Float16.
 HEADERS = [line for line in (HERE / "emulated.hpp").read_text().splitlines() if line.startswith("#include <")]
 HEADERS = "\n".join([*HEADERS, "using Half = _Float16;", ""])
 
 
 def written(file, text):
-    """Write a file that another process may be writing too."""
+    """Write a file atomically, because another process may write it at the same time."""
     unfinished = file.with_suffix(f".{os.getpid()}")
     unfinished.write_text(text)
     os.replace(unfinished, file)
@@ -49,7 +50,7 @@ def written(file, text):
 
 
 def built(file, flags):
-    """Have g++ make a file unless it is there. Another process may be making it too."""
+    """Compile a file with g++ unless it exists; another process may do so at the same time."""
     if not file.exists():
         unfinished = file.with_suffix(f".{os.getpid()}")
         subprocess.run(["g++", *FLAGS, *flags, "-o", unfinished], check=True, capture_output=True, text=True)
@@ -58,7 +59,7 @@ def built(file, flags):
 
 
 def compiler(folder):
-    """Return what stands in for driver.load, keeping what it compiles in a folder that processes may share."""
+    """Return an emulation of driver.load that caches compiled files in a folder, which processes may share."""
     headers = written(folder / "headers.hpp", HEADERS)
     built(folder / "headers.hpp.gch", ["-x", "c++-header", headers])
 

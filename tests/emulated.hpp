@@ -1,6 +1,7 @@
-// A GPU for resident.cu and pixel_blocks.cu: a program is a thread of the operating system, its threads take turns as fibers.
+// Emulates a GPU for resident.cu and pixel_blocks.cu: each block is an OS thread, and the block's threads are fibers that
+// take turns on it.
 //
-// Copies into shared memory are done no sooner than they are waited for, and what shared memory holds before is NaN.
+// Asynchronous copies into shared memory happen only when the kernel waits for them. Until then, shared memory is NaN.
 
 #include <atomic>
 #include <cmath>
@@ -59,9 +60,10 @@ struct Fiber {
 static thread_local std::vector<Fiber> fibers;
 static thread_local ucontext_t scheduler;
 static thread_local const std::function<void()>* body;
-static thread_local u64 passed;        // barriers of the program
-static thread_local int waiting;       // threads at the next one
-static thread_local u64 met[2 * THREADS];  // turns of the group of lanes whose first is this thread; of whole warps
+static thread_local u64 passed;        // number of barriers that the block has passed
+static thread_local int waiting;       // number of threads that wait at the next barrier
+// How often each group of lanes has met, by its first thread: first the groups within warps, then whole warps.
+static thread_local u64 met[2 * THREADS];
 static thread_local int here[2 * THREADS];
 static thread_local u32 shown[THREADS];
 
@@ -82,7 +84,7 @@ inline void __syncthreads() {
 
 // Wait for the other lanes of `mask` in this warp.
 inline void gather(u32 mask) {
-    // A whole warp may meet while some of its lanes still wait for their neighbours.
+    // Whole warps have counters of their own, because a warp may meet while some of its lanes wait for a smaller group.
     unsigned first = threadIdx.x / 32 * 32 + __builtin_ctz(mask) + (mask == ~0u ? THREADS : 0);
     u64 turn = met[first];
     if (++here[first] == __builtin_popcount(mask)) {
@@ -112,7 +114,7 @@ inline bool __any_sync(u32 mask, bool p) {
     return any;
 }
 
-// ---- the machine ----
+// ---- instructions of the GPU ----
 
 inline u32 address(const char* shared) { return (u32)(shared - memory); }
 
@@ -179,7 +181,7 @@ inline void multiply(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     u32 (*all)[6] = factors + threadIdx.x / 32 * 32;
     for (int i = 0; i < 4; ++i) {
         int row = threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2 + i % 2;
-        for (int k = 0; k < 16; ++k)  // the lanes that hold the row of a, and the column of b
+        for (int k = 0; k < 16; ++k)  // read from the lanes that hold the row of a and the column of b
             c[i] += half_of(all[row * 4 + k % 8 / 2][i / 2 + k / 8 * 2], k % 2) * half_of(all[column * 4 + k % 8 / 2][4 + k / 8], k % 2);
     }
     gather(~0u);

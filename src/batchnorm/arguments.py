@@ -116,7 +116,10 @@ def _without_none(text: str) -> str:
 
 
 def _optional(info: Any) -> Any:
-    """Return a specification that does not list None as a choice, or return None if tyro's own rules should apply."""
+    """Return a tyro specification for an optional type that does not list None as a choice.
+
+    Return None for other types; tyro then applies its own rules.
+    """
     if get_origin(info.type) not in (Union, UnionType):
         return None
     kind, *others = (one for one in get_args(info.type) if one is not NoneType)

@@ -43,7 +43,7 @@ class VerbReport:
     """max |new - old| / max |old| over the outputs for the example, if outputs were compared."""
     notes: tuple[str, ...] = field(default=())
     fusion: str = ""
-    """How many layers are fused with the sums and activations after them, in words."""
+    """A phrase that says how many layers are fused with the sums and activations after them."""
 
     def __iter__(self) -> Iterator[Site]:
         return iter(self.sites)

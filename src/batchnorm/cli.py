@@ -274,7 +274,7 @@ def _call(function: Callable[..., object], command: str, words: list[str]) -> No
 
 
 def _print_users_part(error: UserCodeError) -> None:
-    """Print the traceback of the user's exception without frames of this library and of Python's import machinery."""
+    """Print the traceback of an error in the user's code, without frames of this library and of importlib."""
     cause = error.__cause__
     if cause is None:  # the error came from another process, which put the traceback into a note
         print(*getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)

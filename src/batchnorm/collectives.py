@@ -55,7 +55,7 @@ def gather_objects(value: Any, group: distributed.ProcessGroup | None = None) ->
 def check_same_features(features: tuple[int, ...], name: str, group: distributed.ProcessGroup | None = None) -> None:
     """Raise RuntimeError on every rank if the ranks call different layers.
 
-    Otherwise, merging would hang, or mix up the statistics of different layers.
+    Without this check, merging would hang, or mix up the statistics of different layers.
     """
     rows = gather_objects((features, name), group)
     if any(row != rows[0] for row in rows):

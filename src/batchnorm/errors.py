@@ -41,7 +41,7 @@ def at_least(least: float, /, **options: object) -> None:
     An option that is None was not given and is not checked.
 
     Raises:
-        ValueError: if a check fails; the message names the first such option.
+        ValueError: if an option fails its check; the message names the first one that does.
 
     >>> at_least(1, steps=10, marks=(1, 2), processes=None)
     >>> at_least(1, log_every=0)

@@ -196,7 +196,7 @@ def _own(folder: Path) -> Iterator[int]:
         try:
             lock_file(log)
         except OSError:
-            print(f"another process is using {folder}", file=sys.stderr)
+            print(f"another process is using {folder}: wait for it to end", file=sys.stderr)
             sys.exit(FAILED)
         yield log.fileno()
 

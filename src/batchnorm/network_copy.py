@@ -90,8 +90,8 @@ def copy_with(net: nn.Module, replacements: Mapping[nn.Module, Callable[[Memo], 
 def restored(net: nn.Module) -> Iterator[None]:
     """On exit, restore all modes and buffers (the same tensor objects), and the momentum of batch normalizations."""
     modes = {m: (m.training, getattr(m, "momentum", None)) for m in net.modules()}
-    # Clone all buffers. The version counters do not show which of them change, because torch's kernels update running
-    # statistics without increasing the counter.
+    # Clone all buffers. Version counters do not show which buffers change, because torch's kernels update running
+    # statistics without increasing the counters.
     buffers = [(m, key, b, b.clone()) for m in modes for key, b in m._buffers.items() if b is not None]
     try:
         yield
@@ -260,6 +260,6 @@ def _dense(t: Tensor) -> Tensor:
 
 
 def tolerance_for(net: nn.Module) -> float:
-    """Return the relative error that rounding causes in shallow networks of this precision."""
+    """Return the relative error that rounding may cause in a shallow network; it depends on the narrowest dtype."""
     narrowest = min((p.dtype.itemsize for p in net.parameters() if p.is_floating_point()), default=4)
     return {8: 1e-10, 4: 1e-5}.get(narrowest, 1e-3)

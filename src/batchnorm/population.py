@@ -103,12 +103,13 @@ def estimate_(
         forward: a function of the network and a batch that calls the network, for batches of any other type.
 
     Raises:
-        ValueError: if ``rule`` or ``upstream`` is unknown; if there are no layers to estimate or no batches; if
-            ``batches`` is a bare tensor, or an iterator (with ``upstream="population"``); if a batch has only one value
-            per feature (with ``upstream="population"``, only if the variance is then undefined); if a moment is not
-            finite; if synchronized layers need the same number of batches on all ranks, but the numbers differ; if the
-            network's code was found to call a layer's ``forward`` method instead of the layer; or if a layer has its
-            own forward that never calls ``F.batch_norm`` or the forward of its base class.
+        ValueError: if ``rule`` or ``upstream`` is unknown, if there are no layers to estimate, or if ``batches`` is
+            empty, a bare tensor or, with ``upstream="population"``, an iterator.
+        ValueError: if a moment is not finite, or if a batch has only one value per feature. With
+            ``upstream="population"``, such a batch is an error only if the variance is then undefined.
+        ValueError: if synchronized layers need the same number of batches on all ranks, but the numbers differ.
+        ValueError: if the network's code is found to call ``layer.forward(x)`` instead of ``layer(x)``, or if a layer's
+            own forward never calls ``F.batch_norm`` or the forward of its base class.
         TypeError: if the network cannot be called on the batches; pass ``forward=`` to say how to call it.
 
     >>> net = nn.Sequential(nn.BatchNorm1d(1))
@@ -277,10 +278,11 @@ class _Observer:
     """Accumulate the moments of each call of a layer.
 
     A layer of a ``KNOWN`` class in training mode computes the moments itself: with momentum 1, its buffers hold the
-    batch's mean and unbiased variance after the call. The observer computes the moments of other layers. It also
-    computes them if ``direct`` is true, or if the layer has half-precision buffers, no batch counter, its own forward
-    or a ``statistics`` object such as ``Sync()``. A layer with its own forward may change its input before normalizing
-    it, so for such a layer the observer records what the layer passes to ``F.batch_norm`` or to ``BatchNorm.forward``.
+    batch's mean and unbiased variance after the call. For other layers, the observer computes the moments. It also does
+    so for every layer if ``direct`` is true, and for a layer that has half-precision buffers, no batch counter, its own
+    forward or a ``statistics`` object such as ``Sync()``. A layer with its own forward may change its input before
+    normalizing it, so for such a layer the observer records what the layer passes to ``F.batch_norm`` or to
+    ``BatchNorm.forward``.
     """
 
     def __init__(self, layer: TorchBatchNorm, path: str, rule: Rule, *, direct: bool) -> None:
@@ -433,7 +435,7 @@ class _FunctionalCalls(TorchFunctionMode):
 
 
 def _running_module() -> nn.Module | None:
-    """Return the nn.Module whose method is the innermost one on the call stack, or None if there is none."""
+    """Return the nn.Module that is innermost on the call stack, as a frame's ``self``, or None if there is none."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         owner = frame.f_locals.get("self")

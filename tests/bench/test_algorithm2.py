@@ -1,4 +1,4 @@
-"""The benchmark runs; what it measures is for result files, not for tests."""
+"""Test that the benchmark runs; the measured values are not checked."""
 
 import json
 

@@ -15,7 +15,7 @@ def told(*passes):
 
 
 def table(*values):
-    """What ncu writes: names, units, a row a launch."""
+    """Return a CSV file as ncu writes it: a row of names, a row of units, and one row per kernel launch."""
     rows = [["ID", "Kernel Name", *METRICS], ["", "", *["unit"] * len(METRICS)]]
     rows += [[str(i), "forward", *[value] * len(METRICS)] for i, value in enumerate(values)]
     rows.insert(2, ["9", "fill(int)", *["0"] * len(METRICS)])  # torch's

@@ -56,7 +56,7 @@ def test_shows_how_far_it_is(monkeypatch, capsys):
 def test_bars():
     few, one, many = cpu.Case("", (8, 3, 8, 8), cpu.LAST), cpu.Case("", (8, 1, 4, 4), cpu.LAST), cpu.Case("", (8, 64))
     assert few.bar("none") == few.bar("relu") == pytest.approx(1 / 3)
-    assert one.bar("none") == many.bar("none") == 1.25  # one channel lies the same in both layouts
+    assert one.bar("none") == many.bar("none") == 1.25  # one channel: both layouts are the same
     assert many.bar("relu") == 1.0
 
 

@@ -1,4 +1,4 @@
-"""The benchmark runs, on a network of a few filters, and says what it measured."""
+"""Test that the benchmark runs, on a network with few filters, and reports what it measured."""
 
 import json
 
@@ -11,7 +11,7 @@ from batchnorm.evaluate import Crops, open_squares
 
 @pytest.fixture(autouse=True)
 def _one_thread():
-    # Small tensors on shared cores: threads would only wait for each other.
+    # The tensors are small and other tests use the same cores, so more threads would only wait for each other.
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,4 +1,4 @@
-"""The benchmarks of Figure 1 run and say what they measured; how fast is not a test's business."""
+"""Test that the benchmarks of Figure 1 run and report what they measured; speed is not checked."""
 
 import json
 

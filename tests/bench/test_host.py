@@ -1,4 +1,4 @@
-"""The host's part of eager layers, against torch's."""
+"""Test the benchmark of the CPU time that eager layers take, compared with torch's layers."""
 
 import pytest
 import torch

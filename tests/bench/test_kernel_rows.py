@@ -52,11 +52,11 @@ def test_digest_knows_the_kernels_and_which_of_them_a_layer_gets(monkeypatch, tm
     found = {digest(*given), digest(LAYER, False, *given[2:])}
     digest.cache_clear()
     assert digest(*given) in found
-    # Another rule, another choice.
+    # Choose another kernel.
     monkeypatch.setattr(resident, "choose", lambda *_: None)
     digest.cache_clear()
     found.add(digest(*given))
-    # Other kernels.
+    # Change the code of each file in turn.
     shutil.copytree(Path(ops.__file__).parent, tmp_path / "ops")
     monkeypatch.setattr(ops, "__file__", str(tmp_path / "ops" / "__init__.py"))
     files = [path for path in (tmp_path / "ops" / "cuda").rglob("*") if path.suffix in (".py", ".cu")]
@@ -67,7 +67,7 @@ def test_digest_knows_the_kernels_and_which_of_them_a_layer_gets(monkeypatch, tm
         digest.cache_clear()
         found.add(digest(*given))
     digest.cache_clear()
-    assert len(found) == 3 + len(files) - 1  # of the rules in schedule.py only what they choose counts
+    assert len(found) == 3 + len(files) - 1  # the digest has no code of schedule.py, only its choice
     assert provenance("abc")["commit"] == "abc"
 
 

@@ -22,8 +22,8 @@ def row(megabytes, ours, compiled, eager, limit, op="BN+ReLU", dtype="bfloat16",
 def test_each_bar_by_hand():
     rows = [
         row(12.0, [6.0, 12.0], [12.0, 24.0], [36.0, 36.0], [5.0, 8.0]),  # both passes fit on chip
-        row(20.0, [12.0, 40.0], [26.0, 26.0], [52.0, 52.0], [10.0, 15.0]),  # the backward pass does not
-        row(1.0, [9.0, 9.0], [9.0, 8.0], [9.0, 9.0], [0.5, 0.8]),  # too small to be held to the limit
+        row(20.0, [12.0, 40.0], [26.0, 26.0], [52.0, 52.0], [10.0, 15.0]),  # the backward pass does not fit
+        row(1.0, [9.0, 9.0], [9.0, 8.0], [9.0, 9.0], [0.5, 0.8]),  # too small: the limit does not apply
         row(1.0, [1.0, 1.0], [1.0, 1.0], [1.0, 1.0], [1.0, 1.0], dtype="float32"),
     ]
     mean, eager, worst, kept, streamed = bars(rows)

@@ -19,7 +19,7 @@ def tiny():
 
 @pytest.fixture
 def images(tmp_path, monkeypatch):
-    """Three classes, told apart by their colour."""
+    """Save images of three classes that differ in color."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     rng = np.random.default_rng(0)
     for split, count in (("train", 8), ("val", 4)):
@@ -44,7 +44,7 @@ def test_both_forms_train_by_the_same_recipe(images, tmp_path, capsys):
     assert written["data"] == {"train": {"images": 24, "classes": 3}, "val": {"images": 12, "classes": 3}}
     assert written["options"]["seeds"] == 2
     for stock, converted in zip(runs[:2], runs[2:], strict=True):
-        # The same weights, crops and order: only rounding differs.
+        # The runs have the same weights, crops and order, so their losses differ only by rounding.
         assert converted.losses == pytest.approx(stock.losses, rel=1e-3)
         assert len(stock.accuracies) == 3
     assert runs[0].losses != runs[1].losses

@@ -1,4 +1,4 @@
-"""Training steps of networks, stock against converted: the rows, their intervals, what goes wrong, going on later."""
+"""Test the benchmark of training steps, stock against converted: rows, intervals, failures and resuming."""
 
 import json
 import math
@@ -53,7 +53,7 @@ def two_heads():
 
 
 class Greedy(nn.Sequential):
-    """Has memory for eight examples."""
+    """Run out of memory on more than eight examples."""
 
     def forward(self, x):
         if len(x) > 8:
@@ -90,7 +90,7 @@ def raises():
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     monkeypatch.setattr(network_steps, "GROUP_SECONDS", 0.0)
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))  # where test_networks:tiny is looked for
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))  # to find test_networks:tiny
 
 
 def run(out, *names, **options):
@@ -123,7 +123,7 @@ def test_writes_rows_bars_and_a_picture(tmp_path, capsys):
 def test_a_cpu_row_has_the_limit(tmp_path, capsys):
     (row,) = run(tmp_path / "networks.json", "tiny", batches=(2,))
     assert row["without_bn"] > 0
-    assert "times as fast without any BN" in capsys.readouterr().out
+    assert "stock without BN" in capsys.readouterr().out
 
 
 def test_goes_on_with_the_rows_that_are_missing_or_of_other_code(tmp_path, capsys):
@@ -150,7 +150,7 @@ def test_a_network_from_a_file_in_a_folder(tmp_path):
     out = tmp_path / "networks.json"
     (row,) = networks((f"{tmp_path}/nets.py:build",), batches=(2,), device="cpu", seconds_per_row=0.01, out=out)
     assert row["speedup"] > 0
-    assert "without_bn" not in row  # nothing is left to train
+    assert "without_bn" not in row  # without BN, the network has no parameters
 
 
 def test_stops_in_time_and_says_what_is_left(tmp_path, capsys):
@@ -169,7 +169,7 @@ def test_a_form_with_another_loss_is_not_timed():
     pair = Pair(net, wrong, example, 5, 0.0, "")
     turns = measure(pair, Measurement(4, ("eager",)), SETTINGS)
     with pytest.raises(StopIteration) as end:
-        next(turns)  # not timed: asks for no turn
+        next(turns)  # not timed, so it ends before it asks for the device
     (row,) = end.value.value
     assert "speedup" not in row
     assert "of step 1 is" in row["failed"]

@@ -1,4 +1,4 @@
-"""Augmentation in batches against one image at a time, operation by operation."""
+"""Compare the augmentation of batches with a reference that processes one image at a time."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ def draws_of(augment, n, seed=0):
 
 
 def numbers_of(n, seed=0):
-    """The random numbers themselves: one to mirror, three factors, four to sort, three of noise."""
+    """Return the random numbers of n images: one to mirror, three factors, four to sort, three of noise."""
     generator = torch.Generator().manual_seed(seed)
     return torch.cat([torch.rand(n, 8, generator=generator), torch.randn(n, 3, generator=generator)], dim=1)
 
@@ -27,7 +27,7 @@ def grey(x):
 
 
 def reference(image, numbers, strength, flip=True):
-    """One image in float64, one operation after the other, as the docstring states them."""
+    """Augment one image in float64, one operation after the other, in the way that Augment's docstring describes."""
     x = image.double() / 255
     if flip and numbers[0] < 0.5:
         x = x.flip(-1)
@@ -94,7 +94,7 @@ def test_autocast_rounds_nothing():
 
 
 class Launches(TorchDispatchMode):
-    """Count calls that would launch a kernel: neither views nor allocations."""
+    """Count the calls that would launch a kernel, which views and allocations do not."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Boxes: inside the image, of the stated area and shape, uniform over their places."""
+"""Test that boxes are inside the image, have the stated area and shape, and are uniform over all positions."""
 
 import numpy as np
 import pytest
@@ -38,7 +38,7 @@ def test_random_boxes_are_distributed_as_stated(area):
     assert share.max() <= area[1]
     assert aspect.min() > CROP_ASPECT[0] * 0.98
     assert aspect.max() < CROP_ASPECT[1] * 1.02
-    # All but the largest fit in every aspect ratio, so their area is uniform.
+    # Boxes of up to half of the image fit in every aspect ratio, so their area is uniform.
     small = share[share < 0.5]
     np.testing.assert_allclose(
         np.quantile(small, [0.25, 0.5, 0.75]), area[0] + (0.5 - area[0]) * np.arange(1, 4) / 4, atol=0.02

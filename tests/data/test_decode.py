@@ -1,4 +1,4 @@
-"""Decoding against plain Pillow: the same crops, every kind of image, and what broken files say."""
+"""Compare decoding with plain Pillow: crops, all kinds of images, and the error messages for broken files."""
 
 import io
 
@@ -21,7 +21,7 @@ def crop(data, box=None, size=SIZE):
 
 
 def plain(data, box=None, size=SIZE):
-    """What the plain loader of a training script does."""
+    """Decode, crop and resize an image with Pillow, as a simple training script does."""
     image = Image.open(io.BytesIO(data)).convert("RGB")
     image = image.crop(tuple(box)) if box else image
     return torch.from_numpy(np.array(image.resize((size, size), Image.Resampling.BILINEAR)))
@@ -43,12 +43,12 @@ def test_same_pixels_as_pillow(kind, size):
 def test_large_jpegs_are_decoded_at_a_fraction_of_their_size(shrink):
     side = SIZE * shrink
     data = encoded(smooth(side + 40, side + 19), "JPEG", quality=95)
-    box = Box(16, 8, 16 + side, 8 + side)  # on whole pixels of the smaller image
+    box = Box(16, 8, 16 + side, 8 + side)  # aligned with the pixels of the smaller image
     image, _, original = _load(data, lambda w, h: box, SIZE)
     scale = max(s for s in (1, 2, 4, 8) if s <= shrink)
     assert original == (side + 40, side + 19)
     assert image.size == (-(-(side + 40) // scale), -(-(side + 19) // scale))
-    # The decoder's own averaging is not quite the triangle filter.
+    # The JPEG decoder shrinks by averaging, which differs slightly from Pillow's triangle filter.
     difference = (crop(data, box).float() - plain(data, box).float()).abs()
     assert difference.mean() < 1.5
     assert difference.max() < 12

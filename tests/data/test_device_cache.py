@@ -1,4 +1,4 @@
-"""Decoded images in a file: never those of other data, and never in the way of a run."""
+"""Test the file of decoded images: it is never used for other data, and its errors never stop a run."""
 
 from pathlib import Path
 

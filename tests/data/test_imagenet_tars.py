@@ -1,4 +1,4 @@
-"""ImageNet's official tar files, made small, to shards."""
+"""Test the conversion of ImageNet's official tar files, here with few images, to shards."""
 
 import gzip
 import io
@@ -35,7 +35,7 @@ def validation_class(k):
 
 @pytest.fixture
 def official(tmp_path):
-    """Four training images of each class, seven validation images."""
+    """Write tar files like ImageNet's, with four training images of each class and seven validation images."""
     root = tmp_path / "imagenet"
     root.mkdir()
     inner = [

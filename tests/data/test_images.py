@@ -31,7 +31,7 @@ def sets(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory):
-    """Pictures with content, so that another crop is another batch."""
+    """Save images that are not uniform, so that different crops give different batches."""
     root = tmp_path_factory.mktemp("pictures")
     for k in range(14):
         file = root / "train" / f"class{k % 3}" / f"{k}.jpg"
@@ -64,7 +64,7 @@ def test_ranks_together_see_each_example_once(sets, layout, cache, batch_size, w
             labels += y.tolist()
     assert len(lengths) == 1
     assert sorted(seen) == list(range(len(SIZES)))
-    # The k-th stored image's class.
+    # The classes of the images in the order in which they are stored.
     stored = sorted(k % 3 for k in range(len(SIZES)))
     assert [stored[k] for k in seen] == labels
 
@@ -165,7 +165,7 @@ def test_form_of_the_batches(pictures, cache):
 
 
 def test_cached_crops_are_those_without_a_cache(tmp_path):
-    """Images of the kept size are not resampled twice: nothing but rounding differs."""
+    """Images that already have the cache's size are resampled only once, so only rounding differs."""
     for k in range(8):
         (tmp_path / "train" / "a").mkdir(parents=True, exist_ok=True)
         smooth(32, 32, seed=k).save(tmp_path / "train" / "a" / f"{k}.png")
@@ -178,7 +178,7 @@ def test_cached_crops_are_those_without_a_cache(tmp_path):
 
 
 def test_cached_crops_of_larger_images_are_close(pictures):
-    """Twice resampled and stretched to squares in between, yet the same crops."""
+    """With a cache, images are stretched to squares and resampled twice, but the crops are nearly the same."""
     plain, cached = (open_images(pictures, size=24, batch_size=14, train=False, cache=c) for c in ("none", "device"))
     (a, _), (b, _) = next(plain.epoch(0)), next(cached.epoch(0))
     assert (a.float() - b.float()).abs().mean() < 4
@@ -392,7 +392,7 @@ def test_decoded_images_are_kept_for_the_next_time(layout, tmp_path):
     assert_same(first.epoch(1), second.epoch(1))
     assert_same(second.epoch(0), open_images(data, **{**options, "decoded": None}).epoch(0))
     changed = next(path for path in sorted(data.rglob("*")) if path.suffix in (".tar", ".jpg", ".png", ".webp"))
-    os.utime(changed, (1, 1))  # other images may be in it now
+    os.utime(changed, (1, 1))  # as if its images had changed
     open_images(data, **options)
     assert len(list(options["decoded"].iterdir())) == 2
     assert file.stat().st_mtime_ns == written

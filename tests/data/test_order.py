@@ -47,7 +47,7 @@ def test_no_rank_trains_on_fewer_than_two_examples(n, batch_size, world_size):
     for order in ranks:
         sizes = [len(step(order, 0, k)) for k in range(len(order))]
         assert min(sizes) >= 2
-        # All but the last two are full, so that they have one shape.
+        # All steps but the last two have full batches, so that they all have one shape.
         assert {order.step_size(k) for k in range(len(order) - 2)} <= {batch_size}
 
 

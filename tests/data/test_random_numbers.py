@@ -8,7 +8,7 @@ from batchnorm.data.random_numbers import permutation, seed_at, uniforms
 
 
 def test_values_never_change():
-    # Runs are resumed with later versions of this library and of numpy.
+    # A run may be resumed with a later version of this library or of numpy.
     assert seed_at(0) == 0
     assert seed_at(0, 3, 17) == 5379786626821505065
     assert permutation(5, 8).tolist() == [0, 5, 4, 7, 1, 3, 2, 6]
@@ -23,7 +23,7 @@ def test_permutation_has_each_once(key, n):
 def test_permutations_of_neighbouring_keys_are_unrelated():
     orders = np.array([permutation(seed_at(0, epoch), 1000) for epoch in range(20)])
     correlation = np.corrcoef(orders) - np.eye(20)
-    assert np.abs(correlation).max() < 0.12  # 190 pairs of deviation 1/sqrt(1000): 3.8 of them
+    assert np.abs(correlation).max() < 0.12  # 3.8 standard deviations of 1/sqrt(1000); 190 pairs
 
 
 def test_uniforms_are_uniform_and_independent():

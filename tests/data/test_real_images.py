@@ -39,7 +39,7 @@ def test_a_thousand_jpegs_through_the_pipeline(imagenet, layout):
     assert sorted(labels) == list(range(1000))
     assert not batches.corrupt
     assert len(batches.classes) == 1000
-    assert (total / 1000).abs().max() < 0.3  # ImageNet's own constants, so about zero
+    assert (total / 1000).abs().max() < 0.3  # normalized by ImageNet's mean, so about zero
 
 
 def test_evaluation_of_a_thousand_jpegs(imagenet):
@@ -81,7 +81,7 @@ def test_mini_imagenet_as_unpacked_for_users(tmp_path, shards):
     unpack = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(unpack)
     arrays = dict(np.load(packed))
-    # One in fifty of the images; the rest belongs to no split.
+    # Keep one in fifty of the images; the others get a number that belongs to no split.
     arrays["split"] = np.where(np.arange(len(arrays["split"])) % 50 == 0, arrays["split"], 9)
     if shards:
         unpack.shards(arrays, tmp_path / "set", shards)

@@ -23,7 +23,7 @@ def opened(data):
         ((500, 375), (133, 100)),  # wide
         ((300, 901), (100, 300)),  # tall
         ((101, 101), (100, 100)),
-        ((3000, 2000), (150, 100)),  # the decoder shrinks first
+        ((3000, 2000), (150, 100)),  # the JPEG decoder shrinks it first
         ((101, 5000), (100, 4950)),
     ],
 )
@@ -61,7 +61,7 @@ def test_modes(mode, kind, result):
 
 def test_the_picture_stays_the_same():
     for _, data in real_jpegs(8):
-        # In grey: JPEG keeps colours at half the resolution.
+        # Compare gray levels only, because JPEG stores colors at half the resolution.
         before, after = opened(data).convert("L"), opened(shrink(data, ".jpg", 128)[0]).convert("L")
         assert min(after.size) == min(128, *before.size)
         difference = np.array(after, int) - np.array(before.resize(after.size, Image.Resampling.BICUBIC), int)
@@ -76,7 +76,7 @@ def test_shards_of_smaller_images(tmp_path):
     whole, small = open_source(folder, "train"), open_source(tmp_path / "a", "train")
     sizes = sorted(opened(small.read(i)).size for i in range(12))
     assert sizes == [(20, 30)] * 5 + [(43, 32)] * 7
-    # Image k has the grey level k: pictures and labels still belong together.
+    # Image k has the gray level k, which shows that each image still has its label.
     pairs = [
         sorted((round(np.array(opened(s.read(i)).convert("L")).mean()), int(s.labels[i])) for i in range(12))
         for s in (whole, small)
@@ -85,5 +85,5 @@ def test_shards_of_smaller_images(tmp_path):
 
 
 def test_a_side_has_pixels(tmp_path):
-    with pytest.raises(ValueError, match="at least one pixel"):
+    with pytest.raises(ValueError, match="short_side=0: must be 1 or more"):
         shard(tmp_path, tmp_path / "out", short_side=0)

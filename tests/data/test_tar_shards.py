@@ -1,4 +1,4 @@
-"""Tar shards: written, indexed, read; and what is said of broken ones."""
+"""Test writing, indexing and reading tar shards, and the error messages for broken shards."""
 
 import io
 import os
@@ -101,7 +101,7 @@ def test_index_is_used_and_renewed_with_the_shards(tmp_path):
     assert labels() == [3]
     assert index.stat().st_mtime_ns == before
     write_tar(path, [("a.png", PNG), ("a.cls", b"4")])
-    os.utime(path, (1, 1))  # another time of change
+    os.utime(path, (1, 1))  # another modification time
     assert labels() == [4]
     write_tar(tmp_path / "train-1.tar", [("b.png", PNG), ("b.cls", b"1\n")])
     assert labels() == [4, 1]
@@ -196,7 +196,7 @@ def concatenate(whole):
 
 
 def go_backwards(whole):
-    """Give a member a negative size, which tarfile would follow for ever."""
+    """Insert a member with a negative size, which would send tarfile into an endless loop."""
     info = tarfile.TarInfo("1.txt")
     info.size = -1024
     at = whole.index(b"1.png")

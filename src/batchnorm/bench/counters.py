@@ -44,7 +44,7 @@ METRICS = {
     "smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio": "stalled_at_barriers",
     "smsp__average_warps_issue_stalled_membar_per_issue_active.ratio": "stalled_on_fences",
 }
-READY = "watched: "  # starts each line in which the profiled program describes a pass
+READY = "watched: "  # prefix of the lines in which the profiled program describes its passes
 
 
 class CountedPass(NamedTuple):
@@ -64,7 +64,7 @@ class CountedPass(NamedTuple):
 
 
 def counters(out: Path | None = None, least: float = 5.0) -> None:
-    """Print the hardware counters of forward and backward passes of the layers of ``bench kernels --layers short``.
+    """Print the hardware counters of each pass over the layers that ``bench kernels --layers short`` times.
 
     Args:
         out: the result file; by default, none is written.

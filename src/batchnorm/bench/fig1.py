@@ -35,7 +35,8 @@ def fig1(
     ``torch.nn``, trains one network after the other on torch's default number of threads, evaluates every 1,000 steps,
     and writes no files. The command ``reproduce fig1`` uses batch normalization from this library, trains with one
     thread per network, evaluates more often at first, monitors the networks, and writes checkpoints, the figure and the
-    report.
+    report. It is timed with both networks in one process ("one process"), and with one process per network, its default
+    ("make run").
 
     Args:
         steps: updates per network.

@@ -120,7 +120,7 @@ def peak(call: Callable[[], Any], device: torch.device) -> tuple[int, int]:
         found = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
         del result
         return found
-    gc.collect()  # garbage that is freed during the call would be subtracted from the count
+    gc.collect()  # otherwise, garbage that is freed during the call would be subtracted from the count
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
         result = call()
@@ -227,5 +227,5 @@ def report(rows: Sequence[PeakMemory], judged: Sequence[PeakMemory] = ()) -> str
         lines.append(f"{row.name:<{width}} {row.peak / 1e6:9,.1f} {row.over_stock:8.3f} {tensors} {after}")
     for row in judged:
         verdict = "reached" if row.tensors_over_stock <= BARS[row.name] else "NOT reached"
-        lines.append(f"{row.name}: tensors at most {BARS[row.name]} of stock's: {verdict}")
+        lines.append(f"{row.name}: goal of at most {BARS[row.name]} of stock's tensor memory: {verdict}")
     return "\n".join(lines)

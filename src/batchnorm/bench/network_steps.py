@@ -35,14 +35,14 @@ TURN = "turn"  # a generator yields this before timing, to ask for exclusive use
 COMPILED_TOGETHER: tuple[Mode, ...] = ("compiled", "backend")  # timed against the same compiled stock network
 REPLAYING: tuple[Mode, ...] = ("reduce-overhead", "max-autotune")  # modes in which Inductor replays CUDA graphs
 COMPILING: tuple[Mode, ...] = (*COMPILED_TOGETHER, "dynamic", *REPLAYING)
-# By which fraction the loss of the converted network may differ from that of the stock network. In the first step, the
-# losses differ only by rounding. The larger tolerance is for later steps, because training amplifies the difference,
-# and for compiled networks, because they draw different dropout masks.
+# The largest relative difference to allow between the losses of the converted and the stock network. In the first step,
+# the losses differ only by rounding. The larger tolerance is for later steps, because training amplifies the
+# difference, and for compiled networks, because they draw different dropout masks.
 FIRST_TOLERANCE, LOSS_TOLERANCE = 0.005, 0.03
 CHECKED_STEPS = 3
 AUXILIARY = 0.3  # the weight of GoogLeNet's and Inception's auxiliary classifiers
-# The learning rate is low, so that the losses of two correct networks stay close: at 0.01, a change of GoogLeNet's
-# weights by 1e-6 changes the loss by 1% after one step.
+# The learning rate is low, so that the losses of two correct networks stay close. At a rate of 0.01, changing
+# GoogLeNet's weights by 1e-6 changes the loss after one step by 1%.
 RATE = 1e-3
 GROUP_SECONDS = 0.1  # between two synchronizations, take as many steps as fit in about this time
 MIN_PAIRS = 6  # with fewer rounds, order statistics give no 95% interval
@@ -128,8 +128,7 @@ def convert_pair(name: str, settings: Settings) -> Pair:
 def without_norms(net: nn.Module) -> nn.Module:
     """Return a copy in which ``nn.Identity`` replaces the batch normalization layers.
 
-    The time of the copy's training step is a lower limit of the network's, whatever the implementation of batch
-    normalization.
+    No implementation of batch normalization can make the network's training step faster than that of the copy.
 
     >>> without_norms(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))[1]
     Identity()
@@ -259,7 +258,7 @@ def prepare(net: nn.Module, mode: Mode, images: Tensor, labels: Tensor) -> Prepa
     clock = time.process_time if compiles else time.perf_counter
     side: AbstractContextManager[Any] = torch.cuda.stream(torch.cuda.Stream()) if mode == "graph" else nullcontext()
     if images.is_cuda:
-        torch.cuda.synchronize()  # wait for the copy of the network, because `side` may be another stream
+        torch.cuda.synchronize()  # wait until the network is copied, because `side` may be another stream
     began = clock()
     with side:
         with _compiling() if compiles else nullcontext():
@@ -406,8 +405,8 @@ def _measure(pair: Pair, modes: tuple[Mode, ...], examples: int, settings: Setti
     if settings.on_gpu and images.dim() == 4:
         images = images.contiguous(memory_format=torch.channels_last)
     labels = torch.randint(pair.classes, (examples,), generator=generator).to(images.device)
-    # Libraries load code and allocate workspaces in their first call. Take a step now, so that neither network's
-    # measurements include this.
+    # Libraries load code and allocate workspaces in their first call. Take a step now, so that this does not count in
+    # either network's measurements.
     Step(copy.deepcopy(pair.stock), "eager", images[:8], labels[:8])()
     if modes[0] in COMPILING:
         torch.compile(nn.Linear(8, 8, device=images.device))(torch.zeros(8, 8, device=images.device)).sum().backward()
@@ -486,7 +485,7 @@ def results_of(job: NetworkJob, settings: Settings) -> Iterator[tuple[Measuremen
         return
     for unit in job.units:
         if unit.modes[0] not in COMPILING:
-            # Modes that do not compile record the elapsed time of the first step: no other process may run meanwhile.
+            # Modes that do not compile record the elapsed time of the first step, so no other process may run then.
             yield TURN
         try:
             yield unit, (yield from measure(pair, unit, settings))

@@ -429,8 +429,8 @@ def line(row: Row) -> str:
     halved = "" if row["examples"] == row["batch"] else f", only {row['examples']} examples fit"
     low, high = row["interval"]
     stock, ours = row["stock_peak_bytes"], row["ours_peak_bytes"]
-    memory = f", {ours / stock:.3f} of the memory" if stock else ""
-    limit = f", {1 / row['without_bn']:.3f} times as fast without any BN" if "without_bn" in row else ""
+    memory = f", {ours / stock:.3f} of stock's memory" if stock else ""
+    limit = f", stock without BN {1 / row['without_bn']:.3f} times as fast" if "without_bn" in row else ""
     return (
         f"{start}: stock {row['stock_ms']:8.2f} ms, ours {row['ours_ms']:8.2f} ms, {row['speedup']:.3f} times as fast"
         f" ({low:.3f} to {high:.3f}, {row['pairs']} pairs){limit}{memory}, first step: stock"

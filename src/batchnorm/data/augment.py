@@ -28,7 +28,7 @@ class Strength(NamedTuple):
     """The strength of colour distortions.
 
     Brightness, contrast and saturation are multiplied by random factors from 1 - ``factor`` to 1 + ``factor``. The
-    noise of the lighting is multiplied by ``lighting``.
+    random noise that is added along the principal components of ImageNet's colours is multiplied by ``lighting``.
     """
 
     factor: float
@@ -147,8 +147,8 @@ class Augment(Normalize):
         mean = images.mean((2, 3), dtype=torch.float32)
         # Do not use a matrix product: it would not save launches, and autocast would round its operands.
         sums = torch.addcmul(third, of_mean, mean[:, None]).sum(2)[:, :, None, None]
-        # Allocate y in the images' memory format: without out=, the first product below, which is broadcast from a
-        # single channel, would have another format.
+        # Allocate y in the images' memory format. Without out=, the first product below would have another format,
+        # because it is broadcast from a single channel.
         y = torch.empty_like(images, dtype=torch.float32)
         for channel in range(3):
             sums = torch.addcmul(sums, of_pixel[:, :, channel, None, None], images[:, channel : channel + 1], out=y)

@@ -106,7 +106,7 @@ def open_decoded(
 
 
 def discard_decoded(folder: Path) -> None:
-    """Remove the files of :func:`open_decoded` from a folder, and the folder itself if nothing else is in it."""
+    """Remove the files that :func:`open_decoded` wrote to a folder, and the folder itself if it is then empty."""
     for path in folder.glob("*-*px-*.safetensors"):
         path.unlink(missing_ok=True)
     with contextlib.suppress(OSError):

@@ -97,7 +97,7 @@ class BatchReader(Dataset[Decoded]):
 
 
 class _Requests:
-    """A sampler over requests that are replaced for each epoch, while the loader and its workers stay alive."""
+    """A sampler whose requests are replaced for each epoch, so that the loader and its workers can stay alive."""
 
     current: Iterable[Request] = ()
 

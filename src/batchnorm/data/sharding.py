@@ -68,9 +68,9 @@ def shard(
     if out.exists():
         raise ValueError(f"{out} exists already: remove it or choose another folder")
     if per_shard < 1:
-        raise ValueError(f"per_shard={per_shard}: a shard holds at least one image")
+        raise ValueError(f"per_shard={per_shard}: must be 1 or more")
     if short_side is not None and short_side < 1:
-        raise ValueError(f"short_side={short_side}: an image has at least one pixel")
+        raise ValueError(f"short_side={short_side}: must be 1 or more")
     if short_side is not None:
         check_installed("PIL")
     sources = _open_all(folder)

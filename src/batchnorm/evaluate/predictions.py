@@ -45,8 +45,8 @@ class MeanProbabilities(nn.Module):
 
         p(y | image) = 1/|crops| sum_c softmax(net(crop_c))_y
 
-    For each scale, the crops of all images of a step go through the network together, about ``batch_size`` at a time.
-    On a GPU, the network runs under autocast to bfloat16. Probabilities are float32.
+    For each scale, the crops of all images of a step are put together and go through the network in batches of about
+    ``batch_size`` crops. On a GPU, the network runs under autocast to bfloat16. Probabilities are float32.
 
     Args:
         net: a network that returns class scores for normalized images; put it into evaluation mode first.

@@ -75,8 +75,9 @@ class ConditionBuilder:
     def expect_reads(self) -> None:
         """Expect that the attributes that the code read are unchanged.
 
-        A tensor may be replaced with another tensor, and a child with another instance of its class. Children that were
-        traced into, and children whose output's type the code checked, must also have no hooks, and their exact class.
+        A tensor may be replaced with another tensor, and a child with another instance of its class. There are stricter
+        conditions for children that were traced into and for children whose output's type the code checked: they must
+        have no hooks and keep their exact class.
         """
         for path, name in self.traced.reads:
             # Read the values from the traced copy, because the module itself may be in another mode.
@@ -90,7 +91,7 @@ class ConditionBuilder:
             self._expect(f"_is_quiet({_spell(path)})")
 
     def expect_leaves(self) -> None:
-        """Expect that the same modules as in the trace return their input tensor: identities and in-place modules."""
+        """Expect that the modules that return their input (identities, in-place modules) are those of the trace."""
         for node in self.traced.graph.nodes:
             if node.op == "call_module":
                 self._expect_in_place(str(node.target))
@@ -127,7 +128,7 @@ class ConditionBuilder:
             if path or not runs_in_order(self.module):
                 for child in owner._modules:
                     self._expect_instance(path, child)
-        elif name == "__class__":  # isinstance(x, kind) reads x.__class__ if type(x) does not match
+        elif name == "__class__":  # the code checked the class: isinstance() reads __class__ if type() does not match
             self._expect_same_class(path)
         elif name.startswith("__") and name.endswith("__"):
             return

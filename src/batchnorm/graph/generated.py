@@ -113,7 +113,7 @@ def _describe(fusion: Fusion) -> str:
 
 @contextmanager
 def recording_variants(net: nn.Module) -> Iterator[dict[nn.Module, bool]]:
-    """Yield a dict with, for each rewritten module called in the block, whether any of its calls ran a variant."""
+    """Yield a dict that maps each rewritten module called in the block to whether any of its calls ran a variant."""
     ran: dict[nn.Module, bool] = {}
     forwards = {type(m): type(m).forward for m in net.modules() if is_rewritten(m)}
 
@@ -155,7 +155,7 @@ def is_same(value: Any, frozen: Any) -> bool:
 
 
 class _Name(str):
-    """A string whose repr has no quotes: as a parameter's default, it is a variable name in the signature's text."""
+    """A string whose repr has no quotes, so that ``str(Signature)`` writes a parameter's default as a variable name."""
 
     __repr__ = str.__str__
 

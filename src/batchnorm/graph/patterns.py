@@ -74,9 +74,9 @@ class Match(NamedTuple):
     kind: Activation
     passed: tuple[fx.Node, ...] = ()
     needs_private_input: bool = False
-    """Whether a call between BN and the sum may write into the memory of BN's input.
+    """Whether the fusion relies on BN's input being a new tensor that only BN reads.
 
-    If so, BN's input must be a new tensor that only BN reads.
+    This is the case if a call between BN and the sum is not known to leave BN's input unchanged.
     """
 
     @property
@@ -97,7 +97,7 @@ class Match(NamedTuple):
 
     @property
     def depended_on(self) -> list[fx.Node]:
-        """The calls of modules whose classes must not change, because the fusion relies on them.
+        """The calls of modules whose classes must not change, because the fusion relies on their code.
 
         The fused call runs where the sum was, so the calls between BN and the sum must not write to BN's input. If the
         sum is in place, the call whose output the sum overwrites must return a new tensor. If ``needs_private_input``,
@@ -237,7 +237,7 @@ class Matcher:
             if norm is not None:
                 needs_private_input = self._moves_past_a_write(norm, node, passed)
                 candidates.append((needs_private_input, self._depth(norm), -self._order[norm], norm, passed, mine))
-        # Fusing moves BN to the sum, past the calls between them. If both summands come from a BN, prefer a BN that
+        # Fusing moves BN to the sum, past the calls between them. If each summand comes from a BN, prefer the BN that
         # moves past no call that may write to its input. Next, prefer the smaller depth, so that fewer children are
         # traced into. If the depths are equal, prefer the later BN, which moves past fewer calls.
         for needs_private_input, _, _, norm, passed, mine in sorted(candidates, key=lambda c: c[:3]):
@@ -381,7 +381,7 @@ class Matcher:
         return new and any(isinstance(a, fx.Node) for a in node.args)
 
     def _same_tensor(self, node: fx.Node) -> fx.Node | None:
-        """Return the node of x if ``node`` computes x += y or is an identity of x; return None for other nodes."""
+        """Return the node of x if ``node`` computes x += y or passes x on unchanged; return None for other nodes."""
         same = node.args[0] if writes_its_sum(node) else self._handed_on(node)
         return same if isinstance(same, fx.Node) else None
 
@@ -400,7 +400,7 @@ class Matcher:
         """Yield the nodes that a match relies on.
 
         These are BN, BN's input if ``needs_private_input``, and the nodes that created the tensors that in-place sums
-        overwrite, from BN up to the sum of the match.
+        overwrite. Only the match's own sum and the sums between BN and that sum are considered.
         """
         yield match.norm
         if match.needs_private_input:

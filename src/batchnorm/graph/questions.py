@@ -1,7 +1,8 @@
-"""Answer what traced code asks about its arguments: their shapes, dtypes and devices.
+"""Answer the questions that traced code asks about its arguments, such as ``x.dim() == 3``.
 
-The answers come from example arguments. Each question is also written as a Python expression, so that a rewritten
-forward can ask the question again before each call.
+A question may depend on the arguments' shapes, dtypes and devices. The answers come from example arguments. Each
+question is also written as a Python expression, so that a rewritten forward can check before each call that the answer
+is the same.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ ATTRIBUTES = {Tensor: ("shape", "ndim", "dtype", "device", "is_cuda"), torch.dev
 MODULES = {"_operator": "operator", "math": "math"}
 
 Given = dict[str, tuple[str, Tensor]]
-"""For each placeholder, the argument's expression, such as ``xs[0]``, and a tensor of its shape, dtype and device."""
+"""For each placeholder, the argument's expression, such as ``xs[0]``, and a :func:`stand_in` for the argument."""
 
 
 class Unanswerable(Exception):

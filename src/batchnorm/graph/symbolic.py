@@ -338,7 +338,7 @@ class _Tracer(fx.Tracer):
         return bool(value)
 
     def number(self, obj: fx.Proxy, function: Callable[[Any], Any]) -> Any:
-        """Return len, int or float of a proxy's value in the example, and expect the same result in each call."""
+        """Return ``function`` (len, int or float) of a proxy's example value, and make the result a condition."""
         results = {}
         # Compute the result for two batch sizes. If the results differ, the rewritten forward would be valid for the
         # example's batch size only, so refuse the code.
@@ -393,8 +393,8 @@ class _Typed:
             return type(self)
         if not isinstance(self, Attribute) and self.tracer.is_tensor(self.node):
             return Tensor
-        # If the user's code contains no type check, the reader of __class__ is a C++ function of torch that checks its
-        # arguments. isinstance() with an abstract class reads __class__ in abc.py, not in the user's code.
+        # If the user's code contains no type check, __class__ was read by a C++ function of torch that checks its
+        # arguments. For isinstance() with an abstract class, __class__ is read in abc.py, not in the user's code.
         if _caller() != "abc" and not _asks_for_types(sys._getframe(1).f_code):
             return type(self)
         raise Untraceable("its code checks the type of a value")
@@ -478,7 +478,7 @@ def _not_in_place(function: Any) -> Any:
 
 def _in_place(function: Any) -> Callable[[Any, Any], Any]:
     def apply(self: Any, other: Any) -> Any:
-        # If the value is a number, such as n = x.size(0), n += 1 must not change other variables with the same number.
+        # Numbers are immutable: after n = x.size(0), n += 1 must not change other variables that share the proxy.
         changed = function if self.tracer.known(self) is None else _not_in_place(function)
         return self.tracer.create_proxy("call_function", changed, (self, other), {})
 

@@ -138,7 +138,7 @@ class _Recorder(TorchFunctionMode):
         return out
 
     def mark_escaped(self, out: Any) -> None:
-        """Mark as escaping the values in the network's output, and computed values whose tensors are still in use.
+        """Set ``escapes`` on the values in the network's output, and on computed values whose tensors are still in use.
 
         If a tensor is still alive after this recorder drops its reference, something else refers to the tensor, such
         as a module, a global list or a closure.

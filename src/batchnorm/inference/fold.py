@@ -212,7 +212,7 @@ def _run(net: nn.Module, example: Any, forward: network_call.Forward | None) -> 
 def _substitutes(
     net: nn.Module, graph: Graph, plan: FoldPlan, fused: dict[nn.Module, nn.Module]
 ) -> dict[nn.Module, nn.Module]:
-    """Return what replaces each batch normalization, each activation fused into one, and each ``Fused`` placeholder."""
+    """Return the replacements of batch normalizations, of activations fused into them, and of Fused placeholders."""
     new: dict[nn.Module, nn.Module] = {}
     for layer in plan.gone:
         activation = _activation_of(layer)

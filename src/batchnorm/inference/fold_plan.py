@@ -236,10 +236,10 @@ def _check_free(graph: Graph, module: nn.Module) -> None:
 
 
 def _check_borders(module: nn.Module, before: Map) -> None:
-    """Refuse a nonzero shift whose effect differs between output positions, because a bias cannot express it.
+    """Refuse a nonzero shift that changes output positions by different amounts, which a bias cannot express.
 
-    Zero padding has this effect at the borders, and a transposed convolution has it in general. The few transposed
-    convolutions without this effect, such as those with a kernel size of 1 and a stride of 1, are also refused.
+    Zero padding causes such differences at the borders, and a transposed convolution causes them in general. The few
+    transposed convolutions that do not, such as those with a kernel size of 1 and a stride of 1, are also refused.
     """
     if not bool(before.shift.any()):
         return

@@ -46,7 +46,7 @@ class Normalized(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             # Copying and pickling must use the container's own methods, so do not look up private names on `affine`.
-            # Looking up `affine` itself would recurse forever as long as the container has no such attribute.
+            # If the container has no `affine` yet, looking it up here would recurse forever.
             if name.startswith("_") or name in ("affine", "norm"):
                 raise
             return getattr(self.affine, name)

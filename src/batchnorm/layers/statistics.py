@@ -73,9 +73,11 @@ class Ghost:
     groups whose sizes differ by at most one. If a group would have only one value per feature, there is one group
     fewer: ``Ghost(2)`` splits 5 examples of shape (C,) into groups of 3 and 2. If a mask leaves a group only one value
     per feature, the layer's ``on_single`` applies to that group. Masks on a GPU, in compiled code and under torch.func
-    transforms are not checked. The running variance is updated with sum(m_b var_b) / sum(m_b - 1), the unbiased
-    variance averaged over the groups, where group b has m_b values per feature and the biased variance var_b. The
-    average leaves out groups of fewer than two values per feature.
+    transforms are not checked for such groups.
+
+    The running variance is updated with sum(m_b var_b) / sum(m_b - 1), the unbiased variance averaged over the groups.
+    Here, m_b is the number of values per feature in group b, and var_b is their biased variance. The average leaves out
+    groups of fewer than two values per feature.
 
     Args:
         size: the number of examples in a group, at least 2.
@@ -120,7 +122,7 @@ class Ghost:
 
 @dataclass(frozen=True)
 class Renorm:
-    """Correct the batch's statistics towards the running statistics, within bounds (Ioffe, 2017).
+    """Correct the batch's statistics toward the running statistics, within bounds (Ioffe, 2017).
 
     x_hat = (x - mu_B) / sigma_B * r + d, where r = sigma_B / sigma is clipped to [1/r_max, r_max], and
     d = (mu_B - mu) / sigma is clipped to [-d_max, d_max]. Here, mu_B and sigma_B are the mean and standard deviation of
@@ -149,7 +151,7 @@ class Renorm:
     def batch_norm(
         self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float, running: Running | None, **options: Any
     ) -> tuple[Tensor, Moments]:
-        """Normalize by the batch's statistics, corrected towards the running statistics."""
+        """Normalize by the batch's statistics, corrected toward the running statistics."""
         if running is None:
             raise ValueError("Renorm needs running statistics; create the layer with track_running_stats=True")
         if (self.r_max, self.d_max) != (1, 0) and not torch.compiler.is_compiling() and is_recomputation():

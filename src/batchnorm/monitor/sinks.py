@@ -60,7 +60,7 @@ class JSONLines:
     """Append one line of JSON per record: ``{"step": 100, "percentiles": {"sigmoid1": {"z": [...], "x": [...]}}}``.
 
     ``x`` is left out if it is the same as ``z``. Numbers have five significant digits. When a run is resumed or
-    restarted with the same file, the file's records from the new run's first step on are removed.
+    restarted with the same file, the file's records of the new run's first step and of later steps are removed.
 
     Args:
         path: the file; its folder is created if needed.

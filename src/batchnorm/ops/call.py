@@ -81,14 +81,15 @@ class Features:
         """Check the arguments and return a :class:`Call` whose tensors have one feature dimension.
 
         Raises:
-            TypeError: if the activation has a wrong type.
+            TypeError: if the activation has the wrong type.
             ValueError: if the shapes do not match, the mask is not bool, or the activation is unknown.
         """
         self.check("gamma", gamma)
         self.check("beta", beta)
         if residual is not None and residual.shape != x.shape:
             raise ValueError(
-                f"the residual has shape {tuple(residual.shape)}, but the input has shape {tuple(x.shape)}"
+                f"the residual has shape {tuple(residual.shape)}, but the input has shape {tuple(x.shape)}; the shapes"
+                " must be equal"
             )
         if mask is not None:
             positions = (x.shape[0], *x.shape[1 + self.dims :])

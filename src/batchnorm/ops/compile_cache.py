@@ -36,7 +36,7 @@ class Source(NamedTuple):
     compiler: str  # the compiler's command if that environment variable is not set
     flags: tuple[str, ...]
     libraries: tuple[str, ...]  # linker flags, which must follow the source file on the command line
-    depends: str  # describes everything else that the compiled code depends on, as a part of the cache key
+    depends: str  # a part of the cache key that describes everything else that the compiled code depends on
     load: Callable[[Path], Any]  # loads a compiled library; raises OSError, ImportError or AttributeError
 
 

@@ -192,8 +192,9 @@ class Registry:
 
     def remember(self, y: Tensor, again: Callable[..., Tensor], sources: tuple[Tensor | None, ...]) -> None:
         """Record how to recompute ``y``; if autograd has already saved ``y``, replace it with the recipe."""
-        # Drop the recipes whose outputs have been freed, because a recipe keeps its sources alive. Every other recipe
-        # has a weak reference to its output's StorageImpl, so no other storage can get the same _cdata, the dict's key.
+        # Drop the recipes whose outputs have been freed, because a recipe keeps its sources alive. Each remaining
+        # recipe has a weak reference to its output's StorageImpl, so no other storage can have the same _cdata, the
+        # dict's key.
         self.recipes = {at: recipe for at, recipe in self.recipes.items() if not recipe.storage.expired()}
         recipe = Recomputed(y, again, [None if source is None else self.keep(source) for source in sources])
         self.recipes[_address(y)] = recipe

@@ -21,8 +21,8 @@ from .figure1 import paper_versus_here, steps_to
 from .runs import ACCURACIES, Curve, Run, read_runs
 
 PageSection = tuple[str, str, Sequence[Sequence[str]]]
-# The page holds at most this many percentile values per run, or at most ten records if ten records have more values.
-# The limit is enough for 125 records of three percentiles, for 100 units in each of three layers.
+# The page holds at most this many percentile values per run, which is enough for 125 records of three percentiles, for
+# 100 units in each of three layers. If fewer than ten records fit into this limit, the page holds up to ten anyway.
 BUDGET = 125 * 3 * 3 * 100
 
 MEASURES = (

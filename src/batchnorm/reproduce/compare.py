@@ -333,7 +333,10 @@ def _listed(accuracies: Sequence[float]) -> str:
 
 def _steps(times: float | None, top: tuple[int, float] | None) -> str:
     if top is None:
-        return "Without batch normalization, at least one run diverged before its first validation."
+        return (
+            "Without batch normalization, at least one run diverged before its first validation, so the numbers of"
+            " steps cannot be compared."
+        )
     if times is None:
         return f"With batch normalization, mean accuracy never reaches the best mean accuracy without it, {top[1]:.1%}."
     how = f"in {times:.1f} times fewer steps" if times > 1 else "but not in fewer steps"

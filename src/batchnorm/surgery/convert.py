@@ -75,8 +75,9 @@ def convert(
         example: a batch; the network is traced on it in evaluation mode and, if possible, in training mode.
         forward: calls the network on a batch, ``forward(net, batch)``; needed if the network takes several positional
             inputs.
-        rewrite: False only replaces modules. An activation module is then fused if a ``Sequential``, or the graph of a
-            ``torch.fx.GraphModule``, calls it after a batch normalization and nothing else refers to these two modules.
+        rewrite: if False, modules are replaced, but no forward is rewritten. An activation module is then fused if a
+            ``Sequential``, or the graph of a ``torch.fx.GraphModule``, calls it after a batch normalization and nothing
+            else refers to these two modules.
             With ``rewrite=False``, the network's code must not call the children of a ``Sequential`` one by one.
         statistics: how every layer computes its training statistics: ``Sync()``, ``Ghost(size)`` or ``Renorm()``; None
             keeps each layer's own setting.

@@ -22,7 +22,7 @@ Fusions = dict[nn.Module, Fusion]
 
 
 class Count(NamedTuple):
-    """Hold the layers that feed an activation, directly or through a sum, and those that feed only a sum."""
+    """The layers that feed an activation, directly or through a sum, and those that feed only a sum."""
 
     activation: set[nn.Module]
     sum: set[nn.Module]

@@ -19,7 +19,7 @@ FUNCTIONAL = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_
 # children.
 BYPASSING = (nn.TransformerEncoderLayer,)
 SCALING = frozenset({"mul", "div", "truediv", "multiply", "divide"})
-# Calls after which the features may be in another dimension. Shuffles leave the features in dimension 1.
+# Calls after which the features may be in another dimension. Shuffles are left out: the features stay in dimension 1.
 REARRANGING = frozenset({"mean", "stack", "chunk", "split", "unbind", "narrow", "select", "getitem"}) | MOVING
 REARRANGING -= {"pixelshuffle", "pixelunshuffle", "channelshuffle"}
 
@@ -62,7 +62,7 @@ class Place:
 
 
 class Candidate(NamedTuple):
-    """An output that ``insert`` could normalize."""
+    """An output that ``insert`` considers for normalization."""
 
     place: Place | None  # None if the output can never be chosen
     site: Site  # the entry in the report if the output is not chosen

@@ -148,7 +148,7 @@ def load(path: Path) -> Checkpoint:
 
 
 def weights_digest(folder: Path) -> str | None:
-    """Return the manifest's SHA-256 of the newest checkpoint's weights, or None if there is no checkpoint.
+    """Return the SHA-256 of the newest checkpoint's weights from its manifest, or None if there is no checkpoint.
 
     Raises:
         CheckpointError: if the checkpoint's manifest cannot be read.

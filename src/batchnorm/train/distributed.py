@@ -61,9 +61,9 @@ class Ranks:
     def average_statistics_(self, net: nn.Module) -> None:
         """Replace each running average by its mean over the ranks.
 
-        By default, DistributedDataParallel would copy rank 0's averages to all ranks. A single all-reduce averages all
-        layers together. The method skips ``nn.SyncBatchNorm`` layers, layers with ``statistics=Sync()``, and layers
-        with frozen statistics.
+        This method replaces DistributedDataParallel's default, which is to copy rank 0's averages to all ranks. A
+        single all-reduce averages all layers together. The method skips ``nn.SyncBatchNorm`` layers, layers with
+        ``statistics=Sync()``, and layers with frozen statistics.
         """
         if self.world_size == 1:
             return

@@ -35,7 +35,7 @@ def evaluate(
         runs: folders written by batchnorm train; the class probabilities of several runs are also averaged.
         data: folder with val/CLASS/*.jpg or with val-*.tar; runs trained with --validate also accept the folder of
             their training data.
-        crops: crops per image: 1 (centre), 10, or 144 (4 scales x 3 squares x 6 crops, and their mirror images).
+        crops: crops per image: 1 (center), 10, or 144 (4 scales x 3 squares x 6 crops, and their mirror images).
         split: the split to evaluate on; a missing val is replaced by the images that --validate held out.
         device: cpu, cuda, or auto (a GPU if there is one).
         batch_size: crops per forward pass, approximately.

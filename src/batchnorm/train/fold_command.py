@@ -35,7 +35,7 @@ def fold(
 
     The file is then run, and its outputs are compared with the network's. For a run, the file also holds the class
     names and the preprocessing as JSON: classes, size, mean, std and crop. To preprocess an image, first cut out its
-    centre square, then resize the square to size x size with Pillow's BILINEAR filter. The square's side is
+    center square, then resize the square to size x size with Pillow's BILINEAR filter. The square's side is
     max(round(crop * short), min(short, size)), where short is the image's short side. The square's left edge is at
     (width - side) // 2, and its top edge is at (height - side) // 2. The network's input has the shape
     (n, 3, size, size) and holds (x / 255 - mean) / std for each RGB value x. The network's output is the class scores

@@ -48,7 +48,10 @@ class FusedUpdate:
         self._captured: list[tuple[Tensor, Tensor]] = []  # keeps alive the tensors that replayed graphs read
 
     def can_update(self, trained: Sequence[Tensor]) -> bool:
-        """Return whether this kernel can replace the optimizer's step for these weights, if kernels can run at all."""
+        """Return whether this kernel can replace the optimizer's step for these weights.
+
+        The method does not check whether Triton kernels can run on the device.
+        """
         if type(self.optimizer) is not torch.optim.SGD:
             return False
         groups = self.optimizer.param_groups
@@ -77,7 +80,7 @@ class FusedUpdate:
             velocity = state.get("momentum_buffer")
             if velocity is None:
                 velocity = state["momentum_buffer"] = torch.zeros_like(w)
-            elif velocity.dtype != w.dtype or not same_layout(velocity, w):  # load_state_dict() may load such buffers
+            elif velocity.dtype != w.dtype or not same_layout(velocity, w):  # possible after load_state_dict()
                 if velocity.is_cuda:
                     velocity.record_stream(torch.cuda.current_stream(velocity.device))
                 velocity = state["momentum_buffer"] = torch.empty_like(w).copy_(velocity)

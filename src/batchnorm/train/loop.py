@@ -30,7 +30,7 @@ from .step import TrainStep, make_optimizer
 
 # With several ranks, the number of steps between two checks for a stop signal on any rank. Each check is an all-reduce.
 AGREE_EVERY = 10
-# The time left is estimated from the time between these two steps, which are numbered from this process's first step.
+# The time left is estimated from the time that passes between these two steps, counted from this process's first step.
 TIMED = (10, 100)
 
 
@@ -101,8 +101,8 @@ class _Training:
         state = resume_(self.folder, self.net, self.optimizer, here, self.total_steps)
         self.step, self.evaluated = state.step, state.evaluated
         self.first, self.began = state.step, 0.0
-        # Compilation, CUDA graphs and cast_once are tested only with the paper's network. A user's network may run code
-        # on the host, which a CUDA graph does not replay.
+        # By default, use compilation, CUDA graphs and cast_once only with the paper's network, because they are tested
+        # only with it. A user's network may run code on the host, which a CUDA graph does not replay.
         fast = cuda and not recipe.factory
         self.train_step = TrainStep(
             self.net,

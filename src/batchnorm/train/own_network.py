@@ -69,7 +69,9 @@ def without_batch_norm(net: nn.Module) -> nn.Module:
     for layer, name in layers.items():
         known = (TorchBatchNorm.forward, nn.SyncBatchNorm.forward)
         if type(layer).forward not in known and not is_norm_act(type(layer)):
-            raise ValueError(f"{name} cannot be removed: {type(layer).__name__} overrides forward")
+            raise ValueError(
+                f"{name} cannot be removed: {type(layer).__name__} overrides forward; remove it in the network's code"
+            )
     return copy_with(plain, {layer: partial(_rest, layer) for layer in layers})
 
 
@@ -100,7 +102,7 @@ def _check(net: nn.Module, factory: str, example: Tensor, classes: int) -> None:
     if scores.dim() != 2 or len(scores) != 2:
         raise ValueError(
             f"{factory} returns a tensor of shape {tuple(scores.shape)} for 2 images, not one row of class scores per"
-            " image"
+            f" image: return a tensor of shape (2, {classes})"
         )
     if scores.shape[1] != classes:
         raise ValueError(

@@ -415,8 +415,8 @@ class InceptionModule(nn.Module):
 def both(first: Callable[[], _A], second: Callable[[], _B]) -> tuple[_A, _B]:
     """Call two functions on two CUDA streams, so that their kernels can overlap in the forward and the backward pass.
 
-    Tensors that both streams use need no ``record_stream``. Before the calls, the second stream waits for the current
-    stream; after the calls, the current stream waits for the second stream.
+    Before the calls, the second stream waits for the current stream; after the calls, the current stream waits for the
+    second stream. Therefore, tensors that both streams use need no ``record_stream``.
     """
     main, side = torch.cuda.current_stream(), _side_stream()
     side.wait_stream(main)

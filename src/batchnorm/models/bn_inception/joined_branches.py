@@ -158,7 +158,8 @@ def _inputs(
 ) -> list[Tensor]:
     """Return each part's input: the next tensor of ``averaged`` if the part is averaged, else a slice of its source.
 
-    Given the gradients of ``sources`` and ``averaged``, return the gradient of each part's input, without a copy.
+    Nothing is copied. Called with buffers for the gradients of ``sources`` and ``averaged``, this function returns the
+    buffer for the gradient of each part's input.
     """
     pooled = iter(averaged)
     return [next(pooled) if is_averaged else sources[s][:, a : a + c] for s, a, c, is_averaged in places]

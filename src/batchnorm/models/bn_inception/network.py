@@ -37,8 +37,9 @@ APPENDIX = (
 )
 # fmt: on
 AMBIGUOUS = ("4c", "4d")
-# With WeightGradients, the backward pass is divided at the input of this layer. The weights of this layer and of all
-# later layers, about 90% of all weights, are updated while the backward pass of the earlier layers runs.
+# With WeightGradients (see weight_gradients.py), the backward pass is divided at the input of this layer. The weights
+# of this layer and of all later layers, about 90% of all weights, are updated while the backward pass of the earlier
+# layers runs.
 CUT = "inception_4a"
 SMALLEST_MAP = 4  # for small images, early strides are dropped to keep the last feature map at least this high
 
@@ -212,8 +213,8 @@ def initialize_(
     """Draw the weights of convolutions and linear layers from Gaussians, in place; biases become 0.
 
     The standard deviation is scale * sqrt(2 / fan_in) for kaiming and scale * sqrt(2 / (fan_in + fan_out)) for xavier.
-    For linear layers and depthwise convolutions, which no nonlinearity follows, ``scale`` is not applied, and kaiming
-    uses 1 instead of 2.
+    For linear layers and depthwise convolutions, which no nonlinearity follows, ``scale`` is not applied, and the
+    standard deviation for kaiming is sqrt(1 / fan_in).
 
     >>> net = nn.Linear(3, 2); initialize_(net, "xavier", seed=0); net.bias.tolist()
     [0.0, 0.0]
@@ -234,7 +235,7 @@ def initialize_(
 
 
 class LocalResponseNorm(nn.LocalResponseNorm):
-    """Divide each value by (k + alpha * mean square over neighbouring channels) ** beta.
+    """Divide each value by (k + alpha * mean square over neighboring channels) ** beta.
 
     For an odd ``size`` n, the formula is
 

@@ -6,7 +6,7 @@
 // output pixel depends on a window of TAPS x TAPS blocks. A tap is the position of a block in a window. A tile is a
 // sequence of up to PIXELS consecutive output pixels of one image. A program processes one tile after another. For each
 // tile, the program copies the necessary rows of blocks to shared memory. Each block is copied only once, although the
-// windows of neighbouring pixels overlap. For one tap, each output pixel reads one block; the blocks that 16 output
+// windows of neighboring pixels overlap. For one tap, each output pixel reads one block; the blocks that 16 output
 // pixels read form a 16 x CHANNELS matrix, which ldmatrix reads directly.
 //
 // These macros are defined when the file is compiled:

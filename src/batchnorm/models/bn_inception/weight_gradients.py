@@ -21,9 +21,10 @@ class WeightGradients:
     """Compute the gradients of weights on separate streams, concurrently with the backward pass.
 
     Use the object in a ``with`` statement around the forward pass. Then iterate over :meth:`backward`, which computes
-    the gradients, and call :meth:`wait`. Two separate streams compute, in turn, the gradients of weights that
-    :func:`convolve` and :func:`linear` use. If any parameter is used more than once, all gradients are computed on the
-    current stream, because autograd would add up the gradients of that parameter without waiting for other streams.
+    the gradients, and call :meth:`wait`. The gradients of weights that :func:`convolve` and :func:`linear` use are
+    computed on two separate streams, which take turns. If any parameter is used more than once, all gradients are
+    computed on the current stream, because autograd would add up the gradients of that parameter without waiting for
+    other streams.
 
     A cut is a tensor at which the backward pass is divided, so that weights can be updated before the whole pass ends;
     see :func:`note_cut`.
@@ -143,8 +144,8 @@ def is_aside() -> bool:
 def note_cut(x: Tensor) -> None:
     """Divide the backward pass at ``x``, if this thread is inside a :class:`WeightGradients` block.
 
-    :meth:`WeightGradients.backward` then yields the gradients of the weights that were used after ``x`` first, and the
-    gradients of earlier weights later. If ``x`` does not require a gradient, do nothing.
+    :meth:`WeightGradients.backward` then first yields the gradients of the weights that were used after ``x``, and
+    later the gradients of earlier weights. If ``x`` does not require a gradient, do nothing.
     """
     if _local.gradients is not None and x.requires_grad:
         _local.gradients.cuts.append(x)
@@ -201,7 +202,10 @@ def _uses(edges: Edges) -> dict[int, int]:
 
 
 def _is_direct(weight: Tensor) -> bool:
-    """Return whether autograd passes the gradient of ``weight`` on to parameters without reading that gradient."""
+    """Return whether autograd only passes the gradient of ``weight`` on to parameters, without reading its values.
+
+    If autograd reads the values, they must be computed on the current stream.
+    """
     return weight.is_leaf or type(weight.grad_fn).__name__ == "_JoinedKernelsBackward"
 
 

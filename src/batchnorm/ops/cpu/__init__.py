@@ -83,7 +83,7 @@ def _run(call: Call) -> tuple[Tensor, Moments]:
     x, gamma, beta, eps, activation, residual, *_ = call
     # In half precision, torch's kernel rounds BN(x) before the residual is added, so the sum may get the wrong sign.
     if torch_kernels.is_fast(x) and (residual is None or x.dtype.itemsize > 2):
-        constant = call.running is not None  # whether the moments need no gradient, because `run` detaches them
+        constant = call.running is not None  # `run` then detaches the moments, so they need no gradient
         found = torch_kernels.run(call, constant)
         if found is not None:
             remember(found[0], _again(eps, activation), x, gamma, beta, residual)
@@ -115,7 +115,7 @@ def normalize(call: Call, mean: Tensor, var: Tensor) -> Tensor:
     x, gamma, beta, eps, activation, residual, *_ = call
     dtype = statistics_dtype(x)
     mean, var = mean.to(dtype), var.to(dtype)
-    wanted = mean.requires_grad or var.requires_grad  # whether to compute these gradients; torch's kernel cannot
+    wanted = mean.requires_grad or var.requires_grad  # torch's kernel cannot compute these gradients
     if wanted or not bool((mean.square() <= torch_kernels.CONDITION**2 * (var + eps)).all()):
         return composite.normalize(call, mean, var)
     gamma, beta = (None if v is None else v.to(dtype) for v in (gamma, beta))

@@ -39,11 +39,12 @@ _f32 = torch.float32
 # A batch with fewer values than this uses one thread, because starting more threads would take longer than they save.
 PARALLEL = 1 << 14
 LARGE = 1 << 18  # from this many values on, torch's kernel may be faster than kernel.c: see train_
-LIMIT = torch_kernels.CONDITION**2  # squared norm of all channels' mean / std up to which torch's kernel is accurate
+# Torch's kernel is accurate if the squared norm of mean / std, as a vector with one value per channel, is at most this.
+LIMIT = torch_kernels.CONDITION**2
 ROWS_KEPT = 5  # how many numbers per channel are saved for the backward pass; equal to LINES in kernel.c
 
 _Addresses = tuple[int | None, int | None, int | None]  # of the running mean, variance and batch count
-_NOWHERE = None, None, None  # the kernel then updates nothing
+_NOWHERE = None, None, None  # with these addresses, the kernel updates nothing
 
 
 class Shape(ctypes.Structure):
@@ -170,8 +171,8 @@ def train_(call: Call) -> Tensor | None:
     # `finite` is 0 if all running variances (`var`) are finite, and otherwise NaN, because inf * 0 is NaN. If a
     # variance of the batch is infinite, the updated running variance is not finite.
     finite = var.dot(invstd).item() * 0.0
-    # The norm of mean / std is at most the norm of mean times the norm of 1 / std. Only if this bound exceeds the
-    # limit, compute the norm itself.
+    # The norm of mean / std is at most the norm of mean times the norm of 1 / std. Compute the norm itself only if
+    # this bound exceeds the limit.
     if not (mu.dot(mu).item() * invstd.dot(invstd).item() + finite <= LIMIT or _norm2(mu * invstd) + finite <= LIMIT):
         means[:], variances[:] = (memoryview(old).cast("f") for old in before)
         return None

@@ -55,10 +55,10 @@ enum { INVSTD = SLOPE, LACK = LEVEL };
 
 enum {
     RUN = 256,     // planes: minimum number of values per example in a group of channels, except in the last group
-    WIDTH = 1024,  // maximum number of columns of a matrix, unless the tensor is rows with more channels
+    WIDTH = 1024,  // maximum number of columns of a matrix, except for rows with more channels than this
     NARROW = 64,   // rows: minimum number of columns of a matrix
     ADDED = 256,   // planes: maximum number of rows of a matrix; see also fold_when_due
-    BLOCK = 65536, // rows: maximum number of values in a block, unless its minimum of ROWS matrix rows holds more
+    BLOCK = 65536, // rows: maximum number of values in a block, unless ROWS matrix rows hold more
     ROWS = 64,     // rows: minimum number of matrix rows in a block, except in the last block
     TASKS = 16,    // rows: minimum number of blocks, unless blocks would then have fewer than ROWS matrix rows
 };
@@ -538,7 +538,7 @@ static void planes_backward(void *given) {
 // several positions (rows of the tensor), and the last matrix row of the last block may be incomplete.
 typedef struct {
     Matrix full, tail; // the complete matrix rows, and the incomplete one (with width 0 if there is none)
-    i64 positions;     // in the whole block
+    i64 positions;     // number of positions in the whole block
 } Block;
 
 static Block block_of(const Call *c, i64 task) {

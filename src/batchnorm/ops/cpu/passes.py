@@ -28,8 +28,9 @@ from .torch_kernels import GRADIENT_ROWS, ROWS, VECTOR, apply_, stored_like
 
 Vector = NDArray[np.float64]
 
-# If mean^2 / (var + eps) of a channel is above this limit, the mean is subtracted from x first. Up to the limit, the
-# relative error of var + eps, with var = E[x^2] - mean^2, is at most about this many times that of E[x^2].
+# If mean^2 / (var + eps) of a channel is above this limit, the mean is subtracted from x first, because
+# var = E[x^2] - mean^2 would be inaccurate. Up to the limit, the relative error of var + eps is at most about CONDITION
+# times the relative error of E[x^2].
 CONDITION = 16.0
 # If there are few channels, a row of a `Matrix` holds several positions. Such a row has at most this many columns:
 # enough for full SIMD vectors and long loops, and few enough that a row of sums stays in the L1 cache.

@@ -63,9 +63,9 @@ def _find_pass(
     tiling = way if isinstance(way, Tiling) else best_tiling(g, itemsize, backward, residual, device)
     strides = dense_strides(g, shape)
     launches = _launches(g, tiling, backward, device)
-    # The workspace of a forward pass has two floats per channel for the old running averages. In addition, each part
-    # has three floats per channel in the Triton kernels' forward pass, and two floats per channel in their backward
-    # pass and in both passes of resident.cu.
+    # The workspace of a forward pass has two floats per channel for the old running averages. In addition, each of
+    # the `kept_parts` sets of sums has three floats per channel in the Triton kernels' forward pass, and two floats per
+    # channel in their backward pass and in both passes of resident.cu.
     room = ((2 * tiling.kept_parts if backward else 2 + 3 * tiling.kept_parts) * g.channels, tiling.words)
     kept = 0 if r is None else 2 * r.kept_parts
     resident_room = ((kept if backward else 2 + kept) * g.channels, 0 if r is None else r.words)
@@ -136,7 +136,7 @@ def numbers(g: Geometry, p: Tiling) -> tuple[int, ...]:
     """Return the integer arguments that the Triton kernels "forward" and "backward" have in common.
 
     The arguments are C, units, slices, parts, share, beside, x_stride, x_plane, y_stride, y_plane, width, magic and
-    shift. The strides, the planes and, for channels last, C are divided by ``p.align``.
+    shift. x_stride, x_plane, y_stride, y_plane and, for channels last, C are divided by ``p.align``.
     """
     a = p.align
     mine = (p.slices, p.parts, p.share, p.beside)

@@ -1,5 +1,6 @@
 // Writes `value` to each of the `words` 32-bit words at `to`. graph_memsets.py adds this kernel to CUDA graphs. Each
-// thread writes at most four words, in one store if all words lie in whole, aligned groups of four.
+// thread writes at most four words. If `words` is a multiple of four and `to` is aligned to 16 bytes, a thread writes
+// its words in one store.
 extern "C" __global__ void fill(unsigned int* to, unsigned long long words, unsigned int value) {
   const unsigned long long first = 4 * (blockIdx.x * static_cast<unsigned long long>(blockDim.x) + threadIdx.x);
   if (words % 4 == 0 && reinterpret_cast<unsigned long long>(to) % 16 == 0) {

@@ -202,7 +202,7 @@ def _launch_resident(
 def _prepared(
     name: str, dtype: torch.dtype, code: int, sizes: _Sizes, r: Residence, index: int
 ) -> tuple[driver.Kernel, driver.Arguments, list[tuple[int, ...]], list[int]]:
-    """Return a kernel, its arguments, the fields of resident.cu's struct Shape per layer, and the slices per layer."""
+    """Return a kernel, its arguments, and each layer's fields of resident.cu's struct Shape and number of slices."""
     device = torch.device("cuda", index) if index >= 0 else torch.device("cpu")
     count, b = len(sizes.channels), dtype.itemsize
     kernel = resident.layers_kernel(name, dtype, code, r, count, device)

@@ -312,8 +312,8 @@ def woven_lanes(g: Geometry, itemsize: int, residual: bool) -> int | None:
 @cache
 def runs_on(device: torch.device) -> bool:
     """Return whether the kernel can run on a device: it needs a Hopper GPU, NVRTC and ``AT_ONCE`` = 1 or 2."""
-    # `alone` is whether this kernel is safe with the setting AT_ONCE (see schedule.py). 2 is safe: launches are
-    # cooperative, so if the launches of two streams do not fit on the GPU together, one waits for the other.
+    # `alone` is whether this kernel is safe with the setting AT_ONCE (see schedule.py). Two launches at once are safe,
+    # because launches are cooperative: if those of two streams do not fit on the GPU together, one waits for the other.
     alone = 0 < AT_ONCE <= 2
     if device.type != "cuda":
         return False

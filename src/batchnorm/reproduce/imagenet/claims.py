@@ -104,7 +104,7 @@ def decide(holds: Iterable[bool], seeds: int = SEEDS) -> str:
 
     Args:
         holds: whether the claim holds, for each seed or pairing of seeds.
-        seeds: number of seeds of the network that has the fewest; below SEEDS, nothing is confirmed or refuted.
+        seeds: the smallest number of seeds of any network compared; below SEEDS, nothing is confirmed or refuted.
 
     >>> decide([True, True]), decide([False, False]), decide([True, False]), decide([])
     ('confirmed', 'refuted', 'not resolved', 'not run yet')
@@ -239,7 +239,7 @@ def wider_range(finished: Mapping[str, Finished]) -> Verdict:
 
     If there are finished runs of BN-Baseline at five times Inception's rate, the claim holds if BN-Baseline trains at
     that rate and Inception diverges or stays at chance. Otherwise, the sweeps of rates decide: the claim holds if the
-    highest rate that trains is higher with BN. Both sweeps must have the same highest rate.
+    highest rate that trains is higher with BN. Until both sweeps have the same highest rate, the verdict is NOT_RUN.
 
     Paper: Sec. 3.3
     """

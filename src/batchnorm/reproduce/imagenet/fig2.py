@@ -69,7 +69,7 @@ class Fig2(Session):
     """
 
     out: Path = Path("runs/fig2")
-    """Folder for the figures, the tables, the page, and the runs' checkpoints."""
+    """Folder for the figures, the tables, the HTML report, and the runs' checkpoints."""
     group: tuple[Group, ...] = ()
     """Train only the runs in these groups of the plan."""
 
@@ -86,7 +86,7 @@ class Fig2(Session):
 
 @dataclass(frozen=True)
 class Study:
-    """A plan, the finished runs that verdicts may use, and the names of the finished runs that they may not use."""
+    """A plan, the finished runs that verdicts may use (see :func:`trusted`), and the names of other finished runs."""
 
     plan: Plan
     finished: dict[str, Finished]
@@ -225,7 +225,7 @@ def _network(network: Seeds, inception: Seeds, tuned: tuple[str, Seeds] | None) 
 
 
 def _as_runs(finished: Mapping[str, Finished]) -> list[Run]:
-    """Return the networks of Figure 2 as runs for the HTML page, each with its mean curve over seeds."""
+    """Return the networks of Figure 2 as runs for the HTML report, each with its mean curve over seeds."""
     runs = []
     for name, (network, _, _) in drawn(finished).items():
         first = network.runs[0]
@@ -330,7 +330,7 @@ def pictures(finished: Mapping[str, Finished], out: Path) -> list[Path]:
 def _figure2(finished: Mapping[str, Finished], plt: Any) -> Any:
     """Draw the curves in two panels: all steps, and the first steps.
 
-    The second panel ends after a quarter of the longest run or, if that is earlier, at the end of the shortest run.
+    The second panel ends after a quarter of the longest run, or at the end of the shortest run if that comes first.
     """
     figure, axes = plt.subplots(1, 2, figsize=(9, 3.6))
     for axis in axes:

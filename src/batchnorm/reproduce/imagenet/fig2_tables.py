@@ -182,7 +182,7 @@ def _figure3_text(inception: Seeds, tuned: tuple[str, Seeds] | None) -> str:
 def on_the_way(finished: Mapping[str, Finished]) -> Section:
     """Tabulate the steps that each network takes to reach fractions of Inception's best accuracy.
 
-    The table also shows how many times fewer steps this is than Inception takes.
+    The table also shows how many times fewer steps each network takes than Inception.
     """
     inception = network_of(finished, "inception").curve
     top = best(inception)

@@ -60,7 +60,7 @@ class Gain(NamedTuple):
     after: float
     standard_error: float
     networks: tuple[str, ...] = ()
-    """the networks of an ensemble that was chosen from all possible ensembles"""
+    """the networks of the best ensemble, if the change is to use the best ensemble (see `_best_ensemble`)"""
 
     @property
     def verdict(self) -> str:

@@ -26,7 +26,7 @@ EVERYWHERE = ("log_every", "checkpoint_every", "evaluate_batch")
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run: a recipe of the paper with the plan's length and changes."""
+    """One run: a recipe of the paper, with the length and the changes that the plan sets."""
 
     name: str
     group: str

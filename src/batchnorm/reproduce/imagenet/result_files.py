@@ -1,7 +1,8 @@
 """The files that runs write; figures and tables are made from these files alone, without images or a GPU.
 
 Every run writes a small result file, ``NAME.json``. A member of Figure 4's ensemble also writes its class
-probabilities, ``NAME.npz``. So each member is evaluated once, on the machine that has its checkpoint.
+probabilities, ``NAME.npz``. The ensemble is computed from these probabilities, so each member is evaluated only once,
+on the machine that has its checkpoint.
 """
 
 from __future__ import annotations
@@ -162,8 +163,8 @@ class MemberFiles(NamedTuple):
     def write_probabilities(self, found: Mapping[int, Predictions]) -> None:
         """Write the probabilities.
 
-        The file stores float32: in float16, small probabilities could become equal, and the top five classes would be
-        ambiguous.
+        The file stores float32: in float16, small probabilities could become equal, and the top five classes would then
+        be ambiguous.
         """
         arrays = {f"crops{crops}": one.probabilities.cpu().numpy() for crops, one in found.items()}
         arrays["labels"] = found[CROPS[0]].labels.cpu().numpy()

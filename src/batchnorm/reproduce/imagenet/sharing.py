@@ -96,7 +96,7 @@ def checked_gpu(
     """Share a GPU with :func:`shared_gpu`, and check its bfloat16 convolutions with :func:`check_share`.
 
     Raises:
-        ValueError: if one of these two functions raises it.
+        ValueError: for the reasons that these two functions list.
     """
     with shared_gpu(processes) as shared:
         if processes > 1 and not shared:

@@ -18,7 +18,7 @@ DRAW = {
     "scale": scale.draw,
     "section2": section2.draw,
 }
-"""The functions that draw result files, by the names of the files."""
+"""For each result file's name, the function that draws its picture."""
 
 
 def redraw(folder: Path) -> None:

@@ -55,7 +55,7 @@ def average(
 ):  # fmt: skip
     """Average each window's pixels inside the image.
 
-    If BACKWARD, x is the gradient of such averages, and the kernel writes the gradient of the averaged tensor to y.
+    If BACKWARD, x is the gradient of the averages, and the kernel writes the gradient of the pooling's input to y.
     """
     C = C * A
     image, row, column, pixel, exists, channel = pixels_of(count, C, H, W, P, V)

@@ -46,7 +46,7 @@ def backward(
     dy, y, dx, partial, count, C, dy_stride, tiles,
     SIGMOID: tl.constexpr, P: tl.constexpr, V: tl.constexpr, A: tl.constexpr,
 ):  # fmt: skip
-    """Write dx = g'(x + bias) dy, and the sum of dx over the program's pixels, a term of the bias's gradient."""
+    """Write dx = g'(x + bias) dy, and this program's part of the bias's gradient: the sum of dx over its pixels."""
     C = C * A
     part, channel = place(C, V)
     total = tl.zeros([P, V], tl.float32)

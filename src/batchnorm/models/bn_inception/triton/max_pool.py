@@ -8,7 +8,7 @@ elements, so that the compiler knows the alignment of accesses. Docstrings give 
 as [P, V].
 
 The position of a maximum in its window is encoded as UP, DOWN or 0, plus LEFT, RIGHT or 0; the middle of the window is
-0. The positions of two neighbouring channels share a byte, with the first channel in the lower four bits.
+0. The positions of two neighboring channels share a byte, with the first channel in the lower four bits.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def slice_of(program, C, A: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def columns_of(unit, columns, rows, share, width, P: tl.constexpr):
-    """Return the columns and the rows of windows of a unit.
+    """Return the columns and rows of a unit's windows.
 
     Columns that do not exist are replaced by the last column.
 
@@ -83,8 +83,8 @@ def pointers(x, image, column, lane, height, width, step):
 def pixels_of(x, image, column, channel, half, height, width, stride, A: tl.constexpr):
     """Return the addresses of pixels in the first row of their images, and the strides between pixels and between rows.
 
-    If x is bfloat16 and A > 1, the addresses and strides are those of int32 values. Each of these values is a pair of
-    bfloat16 values, because such pairs take fewer instructions to convert to float32.
+    If x is bfloat16 and A > 1, the pixels are read as int32 values, and the addresses and strides are those of int32
+    values. Each int32 holds two bfloat16 values; converting them to float32 in pairs takes fewer instructions.
     """
     if x.dtype.element_ty == tl.bfloat16 and A > 1:
         step = stride * (A // 2)
@@ -98,7 +98,7 @@ def pixels_of(x, image, column, channel, half, height, width, stride, A: tl.cons
 
 @triton.jit
 def load_raw(p, here, half_here):
-    """Read pixels without conversion to float32, with 0 for masked values; int32 pairs use the mask ``half_here``."""
+    """Read pixels in the dtype of ``p``, with 0 for masked values; pixels read as int32 use the mask ``half_here``."""
     if p.dtype.element_ty == tl.int32:
         return tl.load(p, mask=half_here, other=0)
     else:
@@ -133,7 +133,7 @@ def load_pixels(p, here, half_here, flip, P: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def load_row(row, image_row, here, half_here, flip, P: tl.constexpr, V: tl.constexpr):
-    """Read three neighbouring pixels of a row with :func:`load_pixels`, and return them from left to right."""
+    """Read three neighboring pixels of a row with :func:`load_pixels`, and return them from left to right."""
     middle, left, right, pitch = image_row
     p = middle + row * pitch
     a = load_pixels(p + left, here, half_here, flip, P, V)
@@ -163,7 +163,7 @@ def greatest(a, b):
 
 @triton.jit
 def greatest_in_row(row, image_row, here, half_here, flip, P: tl.constexpr, V: tl.constexpr):
-    """Return the maximum of three neighbouring pixels of a row, and its first position: LEFT, 0 or RIGHT."""
+    """Return the maximum of three neighboring pixels of a row, and its first position: LEFT, 0 or RIGHT."""
     a, b, c = load_row(row, image_row, here, half_here, flip, P, V)
     best = greatest(greatest(a, b), c)
     return best, tl.where(a == best, LEFT, tl.where(b == best, 0, RIGHT))
@@ -253,7 +253,7 @@ def max_sums(
 
     A window's gradient goes to at most one pixel, so the sums run over windows. Each program adds up at most ``each``
     units. The last program of a slice to finish adds up the sums of the slice's programs, in a fixed order. If TREE,
-    groups of up to 32 programs are added up first.
+    the sums of groups of up to 32 programs are added up first.
     """
     part, piece, channel, half, here, half_here, slices, pixel_bytes = slice_of(tl.program_id(0), C, A, V)
     base = tl.load(stats + 3 * C * A + channel, mask=channel < C * A, other=0.0)[None, :]
@@ -392,9 +392,10 @@ def window_gradient(
     windows, row, exists, here, half_here, H, W,
     BELOW: tl.constexpr, BESIDE: tl.constexpr, P: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """Return the gradients that pixels get from the windows BELOW rows further down and BESIDE columns to the right.
+    """Return the gradients that pixels get from the windows at a given offset.
 
-    BELOW and BESIDE are -1, 0 or 1.
+    The middle of such a window is BELOW rows below the pixel and BESIDE columns to its right. BELOW and BESIDE are -1,
+    0 or 1.
     """
     # A pixel's position is UP in the window below it (BELOW is 1), and DOWN in the window above it (BELOW is -1).
     PLACE: tl.constexpr = (0 if BELOW == 0 else UP if BELOW == 1 else DOWN) + (

@@ -13,10 +13,10 @@ def to_blocks(
     x, blocks, count, rows, columns, H, W, before, x_n, x_c, x_h, x_w,
     INPUTS: tl.constexpr, CHANNELS: tl.constexpr, P: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """Write P blocks, each with the INPUTS channels of its four pixels, followed by zeros.
+    """Write P blocks of CHANNELS values: the INPUTS channels of each of the block's four pixels, then zeros.
 
-    A block has CHANNELS values. Its pixels are in row-major order. Pixels outside the image are written as 0. V is
-    CHANNELS rounded up to a power of two.
+    A block's pixels are in row-major order. Pixels outside the image are written as 0. V is CHANNELS rounded up to a
+    power of two.
     """
     block = tl.program_id(0) * P + tl.arange(0, P)
     line = block // columns

@@ -7,9 +7,9 @@ dbeta = sum(dz), dgamma = sum(dz x_hat), dx = gamma / std * (dz - dbeta / m - x_
 The two sums are s1 = sum(dz), which is dbeta, and s2 = sum(dz (x - base)). With mean = base + low as in forward.py,
 dgamma = (s2 - low s1) / std.
 
-PHASE 1 computes the sums, dgamma and dbeta, PHASE 2 computes dx and the residual's gradient, and PHASE 3 does both. T
-and the arguments ``slices``, ``parts``, ``share``, ``partial`` and ``words`` are described in forward.py. ALONE, LAST
-and TREE are described in its ``normalize_part``; here, the programs merge sums instead of moments.
+PHASE 1 computes the sums, dgamma and dbeta; PHASE 2 computes dx and the residual's gradient; PHASE 3 does both. T and
+the arguments ``slices``, ``parts``, ``share``, ``partial`` and ``words`` are described in forward.py. ALONE, LAST and
+TREE are described in its ``normalize_part``; here, the programs merge sums instead of moments.
 
 If g is the identity, dz is dy. Otherwise, if a residual was added, the forward pass may have saved one bit per element,
 which determines g'(z). Without such bits, z is recomputed from x, and from the residual if there is one, by the same
@@ -262,7 +262,7 @@ def backward(
 
     ``x_plane`` and ``y_plane`` are the strides of a channel. dx, the residual and its gradient have the strides
     ``y_stride`` and ``y_plane``; dy has the strides ``dy_stride`` and ``y_plane``. For channels last, C is passed
-    divided by A.
+    divided by A (see tile.py).
     """
     shape = (C * (FORM[3] if FORM[0] else 1), units, width, magic, shift)
     piece, part = place(words, slices, parts, beside, PHASE, TICKET)

@@ -3,8 +3,9 @@
 The terms slice, part, unit and tile are defined in tile.py. The constant PHASE selects what a launch does: 1 computes
 the statistics and updates the running averages, 2 normalizes, and 3 does both. The constant T is the number of tiles
 that a program holds in registers. The "stream" path has two launches, PHASE 1 and then PHASE 2, with T = 0: each launch
-reads x. On a GPU, the "once" path has one launch, PHASE 3, with T > 0: it reads x once. In PHASE 3, if a slice has
-several programs, they wait for each other at a barrier.
+reads x. The "once" path has one launch, PHASE 3, with T > 0: it reads x once. In PHASE 3, if a slice has several
+programs, they wait for each other at a barrier. Triton's interpreter runs programs one after the other, so in the
+interpreter such a launch is replaced by two launches without a barrier.
 
 Many functions take these arguments:
 
@@ -320,7 +321,7 @@ def forward(
     """Run the forward pass, or the phase that PHASE selects, with ``slices * parts`` programs.
 
     ``x_plane`` and ``y_plane`` are the strides of a channel. The residual has the strides of y. For channels last, C is
-    passed divided by A.
+    passed divided by A (see tile.py).
     """
     shape = (C * (FORM[3] if FORM[0] else 1), units, width, magic, shift)
     piece, part = place(words, slices, parts, beside, PHASE, TICKET)

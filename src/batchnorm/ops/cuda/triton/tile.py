@@ -100,8 +100,8 @@ def load_tile(x, strides, first, last, channel, shape, FORM: tl.constexpr):
 def sample(x, strides, first, last, channel, shape, FORM: tl.constexpr):
     """Estimate the mean of each channel over the units ``first`` to ``last - 1`` from a few of the values.
 
-    The estimate is the first value (channels last), or the mean of the first values, at most 32 (channels first). The
-    result has the shape [W], and is 0 for a channel whose estimate is not finite.
+    The estimate is the first value (channels last), or the mean of the first 32 values or of all values if there are
+    fewer (channels first). The result has the shape [W], and is 0 for a channel whose estimate is not finite.
     """
     V: tl.constexpr = FORM[2]
     A: tl.constexpr = FORM[3]
@@ -123,7 +123,7 @@ def sample(x, strides, first, last, channel, shape, FORM: tl.constexpr):
 
 @triton.jit
 def totals(s, t, FORM: tl.constexpr):
-    """Return the per-channel sums of tile ``s`` and of tile ``t``; reducing both together is faster than one by one."""
+    """Return the per-channel sums of tile ``s`` and of tile ``t``; it is faster to reduce both at once."""
     both = tl.join(s, t)
     if FORM[0]:
         return tl.split(tl.sum(both, 0))
