@@ -16,7 +16,7 @@ def picture(width, height, seed=0):
 
 
 def folder(root, sizes, *, classes=CLASSES, split="val"):
-    """Save one PNG for each size, classes in turn."""
+    """Save one PNG for each size; the classes take turns."""
     for name in classes:
         (root / split / name).mkdir(parents=True, exist_ok=True)
     for k, (width, height) in enumerate(sizes):
@@ -25,7 +25,7 @@ def folder(root, sizes, *, classes=CLASSES, split="val"):
 
 
 def shards(root, sizes, *, count=2, split="val"):
-    """Save the same images as tar shards, label = number modulo 3."""
+    """Save the same images as tar shards; the label of image k is k modulo 3."""
     root.mkdir(parents=True, exist_ok=True)
     for part in range(count):
         with tarfile.open(root / f"{split}-{part:06d}.tar", "w") as tar:
@@ -40,7 +40,7 @@ def shards(root, sizes, *, count=2, split="val"):
 
 
 class Tiny(nn.Module):
-    """Class scores from a few pooled pixels; a seed makes it, its size does not matter."""
+    """A linear classifier on a few pooled pixels, with weights from a seed; images may have any size."""
 
     def __init__(self, classes=3, seed=0, sharpness=20.0):
         super().__init__()

@@ -29,7 +29,7 @@ def _source(node):
 
 
 def feeding(net, x):
-    """Groups of layers by path, with the activation's name: one of each group has to take the activation in."""
+    """Return, for each activation, the paths of the BN layers that feed it, one of which can fuse it, and its name."""
     with warnings.catch_warnings(action="ignore"), torch.no_grad():
         exported = torch.export.export(net.eval(), (x,))
     buffers = exported.graph_signature.inputs_to_buffers

@@ -7,7 +7,7 @@ import pytest
 
 @contextmanager
 def no_room(size):
-    """Let no file grow beyond ``size`` bytes: writing then fails part of the way, as on a full disk."""
+    """Limit files to ``size`` bytes, so that writing a larger file fails partway, as on a full disk."""
     resource = pytest.importorskip("resource")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))

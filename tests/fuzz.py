@@ -1,4 +1,4 @@
-"""Random programs over a few shared modules: networks that nobody would write, and some that somebody did."""
+"""Random programs over a few shared modules: unlikely networks that test the library's rewriting."""
 
 import random
 

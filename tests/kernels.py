@@ -1,4 +1,4 @@
-"""Run the fused kernels by a given plan, and hold what they give against the float64 oracle."""
+"""Run the fused kernels with a given plan, and compare their results with the float64 oracle."""
 
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ EPS = 1e-5
 
 
 class Way(NamedTuple):
-    """How to run: the arguments of plan.make."""
+    """Arguments of schedule.make, which choose a kernel and its launch."""
 
     path: str
     tile: int = 64
@@ -32,7 +32,7 @@ def arranged(shape, layout, dtype, device, mean=3.0):
 
 
 def planned(x, parts, each=1, lanes=4, threads=128, kept=2):
-    """A plan of the resident kernel: few vectors are kept, so that a small tensor has some that are read again."""
+    """Return a plan of the resident kernel that keeps so few vectors on chip that even small tensors are read twice."""
     g = geometry_of(x)
     if not g.nhwc:
         lanes = resident.woven_lanes(g, x.element_size(), True) or 1
@@ -41,7 +41,7 @@ def planned(x, parts, each=1, lanes=4, threads=128, kept=2):
 
 
 def run(x, way, activation=None, residual=None, affine=True, running=None, momentum=0.1):
-    """Everything that one forward and one backward pass give, by launches planned as ``way`` says, or by that plan."""
+    """Return the results of a forward and a backward pass, and the expected ones; ``way`` may also be a plan."""
     act = Activation(*activation) if activation else Activation()
     c = x.shape[1]
     gamma, beta = (torch.randn(c, device=x.device) for _ in range(2)) if affine else (None, None)

@@ -1,4 +1,4 @@
-"""Networks of many Python shapes, with statistics and parameters that make a wrong fold show."""
+"""Networks in many coding styles, with statistics and parameters that reveal a wrong fold."""
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ def scramble_(net):
 
 
 class BasicBlock(nn.Module):
-    """One shared, in-place ReLU module called twice, a projection on the shortcut."""
+    """A residual block with one in-place ReLU module that is called twice, and a projection on the shortcut."""
 
     def __init__(self, inputs, outputs, stride=1, norm=nn.BatchNorm2d):
         super().__init__()
@@ -58,7 +58,7 @@ class Residual(nn.Module):
 
 
 class Dense(nn.Module):
-    """Pre-activation with concatenation, as DenseNet: BN - ReLU - conv, nothing before the BN to fold into."""
+    """BN, ReLU, convolution and concatenation, as in DenseNet, so no BN can be folded into a convolution before it."""
 
     def __init__(self):
         super().__init__()
@@ -76,7 +76,7 @@ class Dense(nn.Module):
 
 
 class InvertedResidual(nn.Module):
-    """Expansion, depthwise convolution, squeeze-and-excitation, SiLU."""
+    """A block with expansion, depthwise convolution, squeeze-and-excitation and SiLU."""
 
     def __init__(self, channels=8, expand=4):
         super().__init__()
@@ -133,7 +133,7 @@ class SharedNorm(nn.Module):
 
 
 class Sequence(nn.Module):
-    """Linear on (N, L, C): one BN over dimension 1 (positions, not features), one over features by a transpose."""
+    """Linear layers on (N, L, C): one BN normalizes positions (dimension 1), the other features, after a transpose."""
 
     def __init__(self, length=6):
         super().__init__()
@@ -162,7 +162,7 @@ class Recurrent(nn.Module):
 
 
 class Functional(nn.Module):
-    """F.batch_norm on buffers of its own, F.conv2d on parameters of its own."""
+    """A module that calls F.batch_norm with its own buffers, and F.conv2d with its own parameters."""
 
     def __init__(self):
         super().__init__()
@@ -179,7 +179,7 @@ class Functional(nn.Module):
 
 
 class NormWithActivation(nn.BatchNorm2d):
-    """A subclass with its own forward, as timm has them."""
+    """A subclass with its own forward, like timm's norm layers."""
 
     def forward(self, x):
         return F.leaky_relu(super().forward(x), 0.1)
@@ -196,7 +196,7 @@ class Transposed(nn.Module):
 
 
 class Branching(nn.Module):
-    """The data decide which way to go."""
+    """A module whose forward branches on the data."""
 
     def __init__(self):
         super().__init__()
@@ -209,7 +209,7 @@ class Branching(nn.Module):
 
 
 class FusedResidual(nn.Module):
-    """This library's layers, with the sum and the nonlinearity in the layer's call."""
+    """A block of this library's layers, which fuse the sum and the nonlinearity."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The float64 oracle for tensors of any shape, and the one table of tolerances."""
+"""The float64 oracle for tensors of any shape, and the table of tolerances for all tests."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ from batchnorm.ops import Activation, reference
 from batchnorm.ops.activation import as_activation
 from batchnorm.ops.call import Call
 
-# How far a result in this type may lie from the float64 reference on the same inputs, of the tensor's own scale.
+# How far a result in this type may be from the float64 reference, relative to the tensor's largest value.
 TOLERANCE = {
     torch.float64: {"rtol": 1e-9, "atol": 1e-10},
     torch.float32: {"rtol": 2e-5, "atol": 2e-5},
@@ -26,12 +26,12 @@ class Expected(NamedTuple):
     dgamma: Tensor
     dbeta: Tensor
     dresidual: Tensor | None
-    dx_terms: float  # the size of what cancels in dx: rounding is relative to it
-    sum_terms: float  # and of what is summed in dgamma and dbeta
+    dx_terms: float  # size of the terms that cancel in dx; its rounding error is relative to them
+    sum_terms: float  # size of the terms that are summed in dgamma and dbeta
 
 
 def rows(x: Tensor, feature_dims: int = 1) -> Tensor:
-    """(N, *features, *locations) as (m, K): every value of a feature over the batch and its locations."""
+    """Reshape (N, *features, *locations) to (m, K), with one column for each feature."""
     k = x.shape[1 : 1 + feature_dims].numel()
     return x.movedim(list(range(1, 1 + feature_dims)), list(range(-feature_dims, 0))).reshape(-1, k)
 
@@ -42,19 +42,19 @@ def unrows(r: Tensor, like: Tensor, feature_dims: int = 1) -> Tensor:
     return r.reshape(*rest, *features).movedim(list(range(-feature_dims, 0)), list(range(1, 1 + feature_dims)))
 
 
-# Where the derivative jumps: a z that rounds across one of these has another gradient.
+# Where the derivative of an activation jumps. If rounding moves z across one of these values, the gradient differs.
 KINKS = {"relu6": (0.0, 6.0), "hardswish": (-3.0, 3.0)}
 
 
 def spread(activation: str | Activation | None) -> float:
-    """How far gamma should spread z so that it lies on all pieces of g."""
+    """Return a factor for gamma with which z has values on all pieces of the activation."""
     return 4.0 if as_activation(activation).name in KINKS else 1.0
 
 
 def check_the_kinks(run, activation: str, device: str = "cpu") -> None:
-    """Hold ``run(call) -> y`` against torch's g where g' jumps, and beside it.
+    """Compare ``run(call)`` with torch's activation and derivative at and near the jumps of the derivative.
 
-    With gamma 0, z is exactly the residual, or beta.
+    Gamma is 0, so that z is exactly the residual or beta.
     """
     zs = [v for k in KINKS[activation] for v in (k, k - 1 / 8, k + 1 / 8)] * 4
     z = torch.tensor(zs, device=device).requires_grad_()
@@ -83,7 +83,7 @@ def off_the_kinks(
     residual: Tensor | None = None,
     feature_dims: int = 1,
 ) -> Tensor:
-    """Return ``dy``, with zeros where z is so near a kink that x's type may round it across."""
+    """Return ``dy``, with zeros where z is so near a kink that rounding to x's type may move it across."""
     z = expect(x, gamma, beta, eps, dy, None, residual, feature_dims).y
     tolerance = 2 * TOLERANCE[x.dtype]["atol"]
     for kink in KINKS.get(as_activation(activation).name, ()):
@@ -101,7 +101,7 @@ def expect(
     residual: Tensor | None = None,
     feature_dims: int = 1,
 ) -> Expected:
-    """Everything that a forward and a backward pass should give, in float64, by the paper's equations."""
+    """Return the expected results of a forward and a backward pass, by the paper's equations in float64."""
     x64, gamma64, beta64, dy64 = (t.detach().double() for t in (x, gamma.flatten(), beta.flatten(), dy))
     out = reference.batch_norm(rows(x64, feature_dims), gamma64, beta64, eps)
     z = unrows(out.y, x, feature_dims)

@@ -1,4 +1,4 @@
-"""Image sets for tests: made here, or real ones from ../shared/data where present."""
+"""Image sets for tests: generated images, or real images from ../shared/data if it exists."""
 
 import io
 import struct
@@ -14,7 +14,7 @@ from batchnorm.data.sharding import shard
 
 
 def smooth(width, height, seed=0):
-    """A picture without sharp edges, so that ways to resample it differ little."""
+    """Return a picture without sharp edges, so that different ways to resample it give similar results."""
     rng = np.random.default_rng(seed)
     coarse = Image.fromarray(rng.integers(0, 256, (5, 6, 3), dtype=np.uint8))
     return coarse.resize((width, height), Image.Resampling.BICUBIC)
@@ -27,11 +27,11 @@ def encoded(image, kind="PNG", **options):
 
 
 def image_folder(root, sizes, split="train", classes=("ant", "bee", "cow")):
-    """An image folder in which the k-th image of a split has one grey level, k, so that batches tell what they hold."""
+    """Save an image folder in which image k of a split has the uniform gray level k, by which tests recognize it."""
     for name in classes:
         (root / split / name).mkdir(parents=True, exist_ok=True)
     names = [classes[k % len(classes)] for k in range(len(sizes))]
-    # As stored: by class, then by name.
+    # In the order in which the library reads them: by class, then by name.
     for k, (name, number) in enumerate(sorted(zip(names, range(len(sizes)), strict=True))):
         image = Image.new("RGB", sizes[k], (k, k, k))
         image.save(root / split / name / f"{number:04d}.png")
@@ -44,12 +44,12 @@ def sharded(folder, out, per_shard=5000):
 
 
 def contents(images):
-    """Which images of an :func:`image_folder` a batch holds."""
+    """Return the numbers of the images of an :func:`image_folder` that a batch has."""
     return images[:, 0, 0, 0].tolist()
 
 
 def shared_data(name):
-    """A file of ../shared/data, beside this checkout or any folder above it."""
+    """Return the path of a file in shared/data, in this folder or any folder above it."""
     for parent in Path(__file__).resolve().parents:
         path = parent / "shared" / "data" / name
         if path.exists():

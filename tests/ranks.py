@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from torch import distributed, multiprocessing
 
-# What a server of forks imports once for all processes; of its parent's path it knows nothing before Python 3.13.
+# Modules that the fork server imports once for all processes. They are installed packages only, because before Python
+# 3.13, the server does not get its parent's sys.path.
 PRELOAD = ["torch", "torch._dynamo", "batchnorm.train"]
 
 
@@ -25,14 +26,14 @@ def _rank(rank, world_size, folder, function, args):
     except Exception as error:
         result = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
     torch.save(result, f"{folder}/{rank}.pt")
-    # Leave without running destructors: gloo's threads sometimes abort the interpreter's shutdown.
+    # Exit without running destructors, because gloo's threads sometimes abort the interpreter's shutdown.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
 def on_ranks(world_size, function, *args):
-    """Return what ``function(rank, world_size, *args)`` returns on each rank; an error comes back as its text."""
+    """Return the results of ``function(rank, world_size, *args)`` on all ranks; the result of an error is its text."""
     with tempfile.TemporaryDirectory() as folder:
         method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
         multiprocessing.get_context(method).set_forkserver_preload(PRELOAD)

@@ -1,4 +1,4 @@
-"""Reports answer questions and print what they hold."""
+"""Test the queries on reports, and their text."""
 
 import pickle
 

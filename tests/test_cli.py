@@ -1,4 +1,4 @@
-"""A user's mistake is one sentence and a status that is not 0, before any work."""
+"""Test that a user's mistake gives a one-sentence error and a nonzero exit status before any work is done."""
 
 import dataclasses
 import errno
@@ -37,7 +37,7 @@ def _empty_folder(tmp_path, monkeypatch):
 
 
 def block(patch, modules):
-    """Make packages impossible to import, also those that were imported already."""
+    """Make packages impossible to import, even if they have already been imported."""
     homes = {*modules, *({"torch.utils.tensorboard"} if "tensorboard" in modules else ())}
     loaded = [name for name in sys.modules if any(name.startswith(f"{home}.") for home in homes)]
     for name in {*homes, *loaded}:
@@ -45,7 +45,7 @@ def block(patch, modules):
 
 
 def refused(words, capsys):
-    """Run a command that must refuse; return what it says, in one line."""
+    """Run a command that must fail with an error, and return the error message in one line."""
     try:
         status = main(words)
     except SystemExit as stop:  # how tyro refuses
@@ -212,7 +212,7 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """Run small commands, without the packages that they do not name; return the folder and what each printed."""
+    """Run each command, blocking the optional packages it does not need; return the folder and the printed texts."""
     folder, said = tmp_path_factory.mktemp("small"), {}
     striped_folder(folder / "images")
     (folder / "net.py").write_text(NET)
@@ -221,7 +221,7 @@ def ran(tmp_path_factory):
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as out:
             patch.chdir(folder)
             patch.setattr("batchnorm.bench.input._workers_rate.__defaults__", (0.0,))
-            block(patch, OPTIONAL - needs - ({"PIL"} if "matplotlib" in needs else set()))  # which needs it itself
+            block(patch, OPTIONAL - needs - ({"PIL"} if "matplotlib" in needs else set()))  # matplotlib needs PIL
             assert main([*command.split(), *words.split()]) == 0, command
         said[command] = out.getvalue()
     return folder, said

@@ -1,4 +1,4 @@
-"""The site's pages: their code runs, their commands exist, the reference and the map of the paper are complete."""
+"""Test the documentation: its code runs, its commands exist, and the reference and the paper's map are complete."""
 
 import importlib.util
 import inspect
@@ -41,7 +41,7 @@ def test_code_runs(page, tmp_path, monkeypatch):
 
 
 def commands():
-    """Every command line of a page: what follows ``batchnorm`` in a block without a language, or in a code span."""
+    """Yield the ``batchnorm`` command lines in the pages' code blocks without a language, and in code spans."""
     for page in PAGES:
         text = page.read_text()
         lines = [line for block in blocks(page, "") for line in block.replace("\\\n", " ").splitlines()]
@@ -78,7 +78,7 @@ def line_of(page, start):
 
 
 def test_from_images_to_a_file(tmp_path, monkeypatch, capsys):
-    """The commands of "Train your own network" on a few small images, then what other guides do with the run."""
+    """Run the commands of "Train your own network" on a few small images, then use the run as other guides do."""
     monkeypatch.chdir(tmp_path)
     page = DOCS / "train.md"
     (tmp_path / "mynet.py").write_text(next(block for block in blocks(page, "") if "def build" in block))
@@ -131,7 +131,7 @@ ARG = re.compile(r"^    (\w+):", re.MULTILINE)
 
 
 def is_result(word, thing):
-    """Whether a class holds what a function returned: its fields say what they are, nobody passes them."""
+    """Return whether a class is a function's result, which needs no Args section because users do not construct it."""
     deep = word.rpartition(".")[0] not in ("batchnorm", "batchnorm.ops")
     return inspect.isclass(thing) and deep and (is_dataclass(thing) or issubclass(thing, tuple | Exception))
 

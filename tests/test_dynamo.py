@@ -1,4 +1,4 @@
-"""torch.compile(net, backend="batchnorm") computes what stock torch computes, and leaves the same statistics behind."""
+"""Test that torch.compile(net, backend="batchnorm") gives the same results and running statistics as stock torch."""
 
 import copy
 import logging
@@ -40,7 +40,7 @@ def image(*shape):
 
 
 def step(net, x, call):
-    """Call a network, or what it was compiled to, and return the output and the gradients."""
+    """Run a forward and a backward pass through ``call``, and return the output and the gradients."""
     for p in net.parameters():
         p.grad = None
     x = x.clone().requires_grad_()
@@ -51,7 +51,7 @@ def step(net, x, call):
 
 
 def assert_as_stock(net, inputs=None, backend=IN_PYTHON, fullgraph=True, close=None, **options):
-    """Compare two training steps with stock torch, not compiled; return what was counted for each graph."""
+    """Compare two training steps with stock torch in eager mode, and return the counters for each graph."""
     close = close or {"rtol": 1e-9, "atol": 1e-9}
     inputs = [image(), image()] if inputs is None else inputs
     net = scramble_(net).to(inputs[0].dtype)
@@ -127,7 +127,7 @@ def test_statistics_move_without_gradients():
 
 
 def test_cumulative_averages():
-    # torch.nn computes the momentum in Python: a graph break with every backend.
+    # torch.nn computes the momentum in Python, which is a graph break with every backend.
     assert_as_stock(nn.Sequential(nn.BatchNorm2d(4, momentum=None), nn.ReLU()), fullgraph=False)
 
 
@@ -274,7 +274,7 @@ def test_checkpointed_blocks():
     net = scramble_(Block(lambda n, x: checkpoint(n.f, x, use_reentrant=False) + x)).double()
     net.f.activation = torch.relu
     other, x = copy.deepcopy(net), image()
-    # Not compiled, torch.nn would count the batch twice.
+    # In eager mode, torch.nn would count the batch twice.
     expected = step(net, x, torch.compile(net, backend="aot_eager", fullgraph=True))
     torch.testing.assert_close(step(other, x, torch.compile(other, backend=TRACED, fullgraph=True)), expected)
     torch.testing.assert_close(other.state_dict(), net.state_dict())
@@ -319,7 +319,7 @@ def test_mode_and_options_reach_inductor():
 
 @pytest.fixture
 def named(monkeypatch):
-    """Register the backend as torch does for an installed package, whatever is installed."""
+    """Register the backend as torch does for an installed package, even if this package is not installed."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     ((name, value),) = project["entry-points"]["torch_dynamo_backends"].items()
     registry._lazy_import()

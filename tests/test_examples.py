@@ -1,4 +1,4 @@
-"""Every example runs, and is short."""
+"""Test that every example runs and is short."""
 
 import subprocess
 import sys

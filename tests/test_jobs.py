@@ -1,4 +1,4 @@
-"""Jobs side by side: how each ends, what is shown meanwhile, and how they stop."""
+"""Test parallel jobs: how each ends, what is shown while they run, and how they are stopped."""
 
 import json
 import threading
@@ -13,7 +13,7 @@ from batchnorm.jobs import Stopped, run_side_by_side, stop_signal
 
 @dataclass(frozen=True)
 class Sum:
-    """Adds numbers up; its steps are in metrics.jsonl."""
+    """A job that adds up numbers, and writes each step to metrics.jsonl."""
 
     name: str
     folder: Path

@@ -1,4 +1,4 @@
-"""The rule for batches, in its one place."""
+"""Test how networks are called on batches, and how tensors in batches are found and moved."""
 
 from collections import deque
 from types import SimpleNamespace
@@ -74,7 +74,7 @@ class Slotted:
 
 
 class Mirrored(dict):
-    """A dict whose items are attributes too, as the outputs of transformers are."""
+    """A dict whose items are also attributes, like the outputs of Hugging Face transformers."""
 
     def __init__(self, **items):
         super().__init__(items)

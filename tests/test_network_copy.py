@@ -1,4 +1,4 @@
-"""Modules replaced in a copy: every reference follows, everything shared stays shared."""
+"""Test replacing modules in a copy: all references point to the new modules, and what was shared stays shared."""
 
 import copy
 from contextlib import suppress
@@ -72,7 +72,7 @@ def test_nothing_to_compare_is_an_error(old):
 
 
 class Closures(nn.Module):
-    """Reach its own layer in many ways; in a copy, some of them still reach the original's."""
+    """A module that calls its layer in one of several ways; in a copy, some of them still call the original's layer."""
 
     def __init__(self, name):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Optional packages: the table that names them is pyproject's."""
+"""Test that the library's table of optional packages agrees with pyproject.toml."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""The package as a whole: its words, its layers of imports, what it costs to import."""
+"""Test the package as a whole: its exported names, which modules may import which, and the cost of importing it."""
 
 import ast
 import os
@@ -16,7 +16,7 @@ from batchnorm.cli import COMMANDS, _call, main
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "batchnorm"
 
-# From the top down; a module may import from the rows below its own, and from its own package.
+# Packages and modules, from top to bottom. Each may import from the rows below its own, and from its own package.
 LAYERS = [
     ["__main__"],
     ["cli"],
@@ -64,7 +64,7 @@ assert "torch._dynamo" not in sys.modules
 
 
 def imports_of(path):
-    """The batchnorm parts that a file imports, at any depth of nesting."""
+    """Yield the parts of batchnorm that a file imports, including imports inside functions."""
     package = path.relative_to(SOURCE.parent).with_suffix("").parts[:-1]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom):
@@ -168,7 +168,7 @@ def test_the_example_of_a_command_is_one_that_it_takes(command):
 
     @wraps(getattr(import_module(module), function))
     def nothing(*given, **named):
-        """Take what the command takes."""
+        """Take the command's arguments and do nothing."""
 
     _call(nothing, command, COMMANDS[command].example.split())
 

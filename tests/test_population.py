@@ -1,4 +1,4 @@
-"""Algorithm 2, lines 8 to 10: population statistics, evaluated against their formulas in float64."""
+"""Compare the population statistics of Algorithm 2, lines 8 to 10, with their formulas in float64."""
 
 import copy
 
@@ -53,7 +53,7 @@ def deep(norm=bn.BatchNorm1d):
 
 
 class SharedTwice(nn.Module):
-    """Calls one layer next to the input and behind another layer; a third layer reads only its first output."""
+    """Call one layer on the input, and again after the layer ``before``; ``behind`` reads only its first output."""
 
     def __init__(self, around):
         super().__init__()
@@ -82,7 +82,8 @@ def test_layers_wait_for_the_statistics_of_a_shared_layer_above_them():
 def test_a_shared_layer_that_depends_on_itself_comes_last():
     net, (x,) = SharedTwice(around=True).double(), unequal_batches(4, sizes=(9,))
     bn.estimate_(net, [x], rule="pooled", upstream="population")
-    seen = (F.batch_norm(x, None, None, training=True).sigmoid()) * 3  # until the end, by the mini-batch
+    # The shared layer normalizes by the mini-batch until all statistics are known.
+    seen = (F.batch_norm(x, None, None, training=True).sigmoid()) * 3
     torch.testing.assert_close(net.behind.running_mean, seen.mean(0), rtol=1e-12, atol=1e-12)
     scaled = F.batch_norm(seen, seen.mean(0), seen.var(0, correction=0)) * 2 + 1
     torch.testing.assert_close(net.before.running_mean, scaled.mean(0), rtol=1e-12, atol=1e-12)
@@ -97,7 +98,7 @@ def test_rebatching_the_same_data_changes_nothing(cut, upstream):
     b = copy.deepcopy(a)
     bn.estimate_(a, [x], rule="pooled", upstream=upstream)
     bn.estimate_(b, x.split(cut), rule="pooled", upstream=upstream)
-    # Upstream "batch" holds for the first layer only: later ones see inputs normalized by the mini-batch.
+    # With upstream "batch", only the first layer's statistics agree, because later inputs are normalized by mini-batch.
     for layer in (1, 4) if upstream == "population" else (1,):
         torch.testing.assert_close(b[layer].running_mean, a[layer].running_mean, rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(b[layer].running_var, a[layer].running_var, rtol=1e-10, atol=1e-12)
@@ -327,7 +328,7 @@ def test_an_exception_leaves_the_network_bit_for_bit_as_it_was(upstream, broken)
             yield {"forward": torch.randn(5, 2), "values": torch.full((5, 3), float("nan"))}.get(broken, good[:1])
 
     if (broken, upstream) == ("single", "population"):
-        return  # one example has moments; only normalizing by them is impossible
+        return  # no error: one example has moments, and nothing is normalized by them
     with pytest.raises((OSError, RuntimeError, ValueError)):
         bn.estimate_(net, Loader(), upstream=upstream)
     torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
@@ -381,7 +382,7 @@ def test_the_gap_and_the_standard_error():
         abs(3 - net[0].running_mean.item()) / net[0].running_var.item() ** 0.5, rel=1e-4
     )
     assert layer.var_gap == pytest.approx(abs(2 - net[0].running_var.item()) / net[0].running_var.item(), rel=1e-4)
-    # The standard error is that of the mean: what the means of 25 batches scatter by.
+    # The standard error is that of the mean. Compare it with the scatter of the means of 25 batches each.
     scatter = torch.stack([block.mean() for block in population.split(25)]).std() / 2
     assert layer.mean_error == pytest.approx(scatter.item(), rel=0.5)
     assert report.more_batches(tolerance=0.001) > report.more_batches(tolerance=0.01) >= 0
@@ -500,7 +501,7 @@ def test_empty_batches_alone_leave_the_statistics_alone(upstream):
 
 
 class Functional(nn.Module):
-    """Batch normalization without a layer."""
+    """A module that calls F.batch_norm instead of a layer."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Processes that share a device: side by side but one at a time where they measure."""
+"""Test processes that share a device: they run in parallel, but only one at a time measures."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ def measured(number, path):
         (path.parent / str(number)).touch()
         while not all((path.parent / str(other)).exists() for other in (0, 1)):
             time.sleep(0.01)
-    with device_turn(), device_turn():  # who has the device may ask again
+    with device_turn(), device_turn():  # the lock is reentrant
         begin = time.monotonic()
         time.sleep(0.05)
         with open(path, "a") as file:
@@ -51,7 +51,7 @@ def test_none_begins_after_the_time_is_up(monkeypatch, processes):
     clock = count()
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     with workers(processes) as run:
-        assert len(list(run(int, [("1",)] * 5, 1.5))) == 1  # asked at 1 and at 2
+        assert len(list(run(int, [("1",)] * 5, 1.5))) == 1  # the clock is read at 1 and at 2
 
 
 def write_handler(path):
@@ -108,8 +108,8 @@ def test_an_object_lives_in_another_process_and_keeps_its_state():
     assert [counter.call("add", 2), counter.call("add", 3)] == [3, 6]
     with pytest.raises(TypeError, match="unsupported operand"):
         counter.call("add", None)
-    assert counter.call("add", 1) == 7  # a call that failed leaves it alive
-    assert counter.call("exit_status_of_a_child") == 7  # as loaders need
+    assert counter.call("add", 1) == 7  # it survives a failed call
+    assert counter.call("exit_status_of_a_child") == 7  # it may start processes, as data loaders do
     with pytest.raises(RuntimeError, match="died with exit status 3"):
         counter.call("die")
     with pytest.raises(ValueError, match="invalid literal"):

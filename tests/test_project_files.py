@@ -1,4 +1,4 @@
-"""Files about the project say the same: versions, dependencies, paths."""
+"""Test that the project's files agree on versions, dependencies and paths."""
 
 import re
 import runpy

@@ -1,4 +1,4 @@
-"""Random programs with shared modules, in-place code, aliases and branches: no verb may change what they compute."""
+"""Test fold, convert and insert on random programs with shared modules, in-place code, aliases and branches."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""README's first screen is a program; links of README and the documentation point at files; tables are current."""
+"""Test that README's first example runs, links in README and the documentation work, and tables are up to date."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def run_blocks(path):
 
 
 def small_resnet():
-    """torchvision's ResNet-50 in small: its block, its stem and its head."""
+    """Return a small version of torchvision's ResNet-50, with its stem, blocks and head."""
     shortcut = nn.Sequential(nn.Conv2d(4, 4, 1, bias=False), nn.BatchNorm2d(4))
     stem = [nn.Conv2d(3, 4, 7, stride=2, padding=3, bias=False), nn.BatchNorm2d(4), nn.ReLU(inplace=True)]
     head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 1000)]

@@ -1,7 +1,7 @@
-"""Private names of torch that the library uses: all are listed in torch_internals.txt, and all still exist.
+"""Test that all private names of torch that the library uses are listed in torch_internals.txt and still exist.
 
-A new version of torch may drop any of them without notice, so that this file is the first to look at then. CI also runs
-it with torch's nightly build.
+A new version of torch may drop any of them without notice, so run this test first after an upgrade. CI also runs it
+with torch's nightly build.
 """
 
 import ast
@@ -36,7 +36,7 @@ def dotted(node):
 
 
 def imported(tree):
-    """Return what the imported names of a file stand for, as far as they are torch's."""
+    """Return the full names of what a file imports from torch, by the names that the file uses."""
     names = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -77,7 +77,7 @@ def test_every_private_name_is_listed():
 
 
 def resolve(name):
-    """Return what a dotted name stands for: the longest module that can be imported, then attributes."""
+    """Return the object of a dotted name: import the longest prefix that is a module, then get attributes."""
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         try:

@@ -1,4 +1,4 @@
-"""Verification sees everything that a network computes, and tells rounding from errors."""
+"""Test that verification compares everything that a network computes, and distinguishes rounding from errors."""
 
 import copy
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ FORMS = {
 
 
 class Both(nn.Module):
-    """Return or keep what a convolution computes, besides the output of the batch normalization after it."""
+    """Return a batch normalization's output, and return or store the output of the convolution before it."""
 
     def __init__(self, form):
         super().__init__()
@@ -89,7 +89,7 @@ def test_fold_leaves_what_is_kept_on_modules_as_it_was():
 
 
 def wrong_convolution(net):
-    """Return a copy with another convolution, whose effect on the output the batch normalization takes back."""
+    """Return a copy with another convolution, for which its batch normalization compensates: the output agrees."""
     new = copy.deepcopy(net)
     with torch.no_grad():
         new.conv.weight.mul_(2)
@@ -180,7 +180,7 @@ def test_every_verb_refuses_an_example_that_shows_nothing(problem, tmp_path):
 
 
 def chaotic(depth=40):
-    """A deep network that amplifies rounding a thousandfold and more."""
+    """Return a deep network that amplifies rounding errors by a factor of more than a thousand."""
     layers = []
     for _ in range(depth):
         layers += [nn.Linear(16, 16), nn.BatchNorm1d(16), nn.Tanh()]

@@ -1,4 +1,4 @@
-"""What users do with a converted network gives what it gives with the stock network, on a CPU and on a GPU."""
+"""Test that common workflows give the same results with a converted network as with the stock network."""
 
 import copy
 import threading
@@ -52,7 +52,7 @@ def step(call, net, x):
 
 
 def assert_trains_alike(stock, net, batches, as_used=lambda net: net, close=None):
-    """Compare the outputs of training steps, and the networks after them."""
+    """Compare the outputs of training steps, and the networks after these steps."""
     calls = as_used(stock), as_used(net)
     for x in [*batches, *batches]:
         was, now = (step(call, model, x) for call, model in zip(calls, (stock, net), strict=True))
@@ -75,7 +75,7 @@ def test_checkpointing(where, reentrant):
 
     def as_used(model):
         if model is stock:
-            return model  # checkpointed, it would move its running averages twice
+            return model  # with checkpoints, stock layers move the averages twice
 
         def call(x):
             x = checkpoint(net.stem, x.clone().requires_grad_(), use_reentrant=reentrant)
@@ -131,7 +131,7 @@ def test_gradients_of_gradients(where):
 
 
 def test_many_gradients_at_once(where):
-    stock, net, (x, _) = pair(where, torch.contiguous_format)  # stock layers on a GPU refuse channels_last here
+    stock, net, (x, _) = pair(where, torch.contiguous_format)  # stock layers reject channels_last on a GPU
     found = []
     for model in (stock, net):
         leaf = x.clone().requires_grad_()

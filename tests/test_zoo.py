@@ -3,7 +3,7 @@
 import pytest
 import zoo
 
-# Slow altogether. The warnings are what timm's and torchvision's code causes.
+# All tests are slow together. The warnings come from timm's and torchvision's code.
 pytestmark = [pytest.mark.zoo, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 

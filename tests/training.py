@@ -19,7 +19,7 @@ SOURCE = os.path.dirname(os.path.dirname(batchnorm.__file__))
 
 
 def stripes(rng, label):
-    """Waves along x, y or the diagonal: three classes that differ by shape, not colour."""
+    """Return an image of waves along x, y or the diagonal, so that the classes differ by shape, not by color."""
     y, x = np.mgrid[:36, :36]
     wave = np.sin(rng.uniform(0.3, 0.9) * (x, y, x + y)[label] + rng.uniform(0, 6))
     image = 128 + wave[..., None] * rng.uniform(30, 90, 3) + rng.normal(0, 20, (36, 36, 3))
@@ -27,7 +27,7 @@ def stripes(rng, label):
 
 
 def striped_folder(root):
-    """An image folder of three classes of stripes, ten to train on and four to validate with; returns its path."""
+    """Save striped images of three classes, each with ten for training and four for validation; return the path."""
     rng = np.random.default_rng(0)
     for split, count in (("train", 10), ("val", 4)):
         for label in range(3):
@@ -38,7 +38,7 @@ def striped_folder(root):
 
 
 def small(**fields):
-    """A recipe that trains in seconds: four steps an epoch."""
+    """Return a recipe that trains in seconds, with four steps per epoch."""
     return replace(RECIPES["bn-x5"], **{"width": 0.04, "size": 32, "batch_size": 8, "epochs": 3, **fields})
 
 
@@ -59,7 +59,7 @@ def train_small(data, out, recipe=None, **options):
 
 
 def start(*args, **options):
-    """Train in a process of its own, forked from one that has imported everything."""
+    """Train in a new process, forked from one that has already imported everything."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     process = context.Process(target=train_small, args=args, kwargs=options)
@@ -68,7 +68,7 @@ def start(*args, **options):
 
 
 def outcome(out):
-    """What must not depend on interruptions: weights, optimizer, lines of metrics, final network."""
+    """Return what must not depend on interruptions: weights, momentum, lines of metrics and the final network."""
     last, final = (load_latest(out / folder) for folder in ("checkpoints", "final"))
     lines = [{k: v for k, v in line.items() if k != "seconds"} for line in read(out / "metrics.jsonl")]
     momentum = {k: v["momentum_buffer"] for k, v in last.state["optimizer"]["state"].items()}

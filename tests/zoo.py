@@ -1,4 +1,4 @@
-"""Networks of timm and torchvision: fold and convert compute the same, and count every batch normalization.
+"""Test that fold and convert keep the results of timm's and torchvision's networks, and count all batch norms.
 
 Run it as a script for a table: ``python tests/zoo.py --jobs 16 --json zoo.json [NAME ...]``.
 """
@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import batchnorm as bn
 
-# In float64, rounding makes at most 6e-9 in the most sensitive of these networks.
+# The largest difference to accept in float64. Rounding causes at most 6e-9, in the most sensitive of these networks.
 EXACT = 1e-7
-# Name: the side of the input. tv: is torchvision, video networks get clips.
+# Names of networks, with the height and width of their inputs. tv: means torchvision; video networks get clips.
 NETWORKS = {
     **dict.fromkeys(
         """cspdarknet53 cspresnet50 cs3darknet_s densenet121 dla34 dla60_res2net dpn48b
@@ -53,7 +53,7 @@ NETWORKS = {
 }
 OPTIONS = {
     "tv:googlenet": {"init_weights": True},
-    "tv:inception_v3": {"init_weights": True, "aux_logits": False},  # which need 299 pixels
+    "tv:inception_v3": {"init_weights": True, "aux_logits": False},  # auxiliary outputs need 299 pixels
     "tv:deeplabv3_mobilenet_v3_large": {"weights_backbone": None},
     "tv:fcn_resnet50": {"weights_backbone": None},
     "tv:lraspp_mobilenet_v3_large": {"weights_backbone": None},
@@ -62,7 +62,7 @@ _libraries = []
 
 
 def import_torchvision():
-    """Import torchvision, also beside a build of torch that its compiled operators do not fit."""
+    """Import torchvision, even if its compiled operators do not match the installed torch."""
     try:
         import torchvision
     except RuntimeError as error:
@@ -73,7 +73,7 @@ def import_torchvision():
         library = torch.library.Library("torchvision", "FRAGMENT")
         for name in ("nms", "qnms"):
             library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        _libraries.append(library)  # what it defines goes with it
+        _libraries.append(library)  # deleting it would delete its operators
         import torchvision
     return torchvision
 
@@ -95,7 +95,7 @@ def make(name):
 
 
 def randomize_(net, batch):
-    """Give every batch normalization random statistics and parameters, near those of a batch: no layer overflows."""
+    """Give every batch norm random parameters, and statistics near those of a batch, so that no layer overflows."""
     norms = [m for m in net.modules() if isinstance(m, _BatchNorm)]
     for norm in norms:
         norm.momentum = 1.0
@@ -112,12 +112,12 @@ def randomize_(net, batch):
 
 
 class NormCalls(TorchDispatchMode):
-    """Count the batch normalizations by fixed statistics that run, whoever calls them."""
+    """Count all calls of torch's batch norm operators that normalize by given statistics."""
 
     count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        # input, weight, bias, running_mean, running_var, training; by its own moments are weights standardized too.
+        # The sixth argument is training. Ignore calls in training mode: weight standardization uses them, too.
         if "batch_norm" in func.__name__ and "backward" not in func.__name__:
             self.count += not (len(args) > 5 and args[5] is True)
         return func(*args, **(kwargs or {}))
@@ -140,9 +140,9 @@ def farthest(pairs):
 
 
 def sensitivity(net, batches):
-    """Return how far a network's outputs in training move if its inputs change by a few roundings of float64.
+    """Return how far a network's outputs in training move if its inputs change by a few float64 rounding errors.
 
-    Some networks normalize batches that hardly vary, and amplify a rounding a billion times.
+    Some networks normalize batches that hardly vary, and amplify rounding errors a billion times.
     """
     generator = torch.Generator().manual_seed(0)
     nudged = [b * (1 + 1e-15 * torch.randn(b.shape, generator=generator, dtype=b.dtype)) for b in batches]
@@ -155,7 +155,7 @@ def sensitivity(net, batches):
 
 
 def check(name):
-    """Fold and convert one network in float32 and float64, and return what was found; "problems" should be empty."""
+    """Fold and convert one network in float32 and float64, and return a report; its "problems" should be empty."""
     row = {"name": name, "problems": []}
     start = time.perf_counter()
     with warnings.catch_warnings():
@@ -204,7 +204,7 @@ def _prepare():
 
 
 def main():
-    """Print a line a network, and a summary; write all of it as JSON."""
+    """Print one line per network and a summary, and write both as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", default=list(NETWORKS), metavar="NAME")
     parser.add_argument("--jobs", type=int, default=1, help="processes, each with one thread (default: 1)")

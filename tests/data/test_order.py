@@ -1,4 +1,4 @@
-"""Exact epochs: each example once, on any number of ranks, and never a batch of one in training."""
+"""Test that an epoch has each example once, on any number of ranks, and that no training batch has one example."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Random numbers by position: reproducible for ever, and random enough."""
+"""Test that the random numbers of each position never change between versions, and are random enough."""
 
 import numpy as np
 from hypothesis import given

@@ -4,7 +4,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def _one_thread():
-    # Small tensors on shared cores: threads would only wait for each other.
+    # The tensors are small and other tests use the same cores, so more threads would only wait for each other.
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

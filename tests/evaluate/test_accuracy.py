@@ -1,4 +1,4 @@
-"""Top-1 and top-5, over ranks, each example once."""
+"""Test top-1 and top-5 accuracy, and that each example counts once over all ranks."""
 
 import pytest
 import torch
@@ -74,7 +74,7 @@ def one_rank(rank, world_size, path, count, batch_size):
 @pytest.mark.dist
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_every_example_counts_once_over_ranks(tmp_path, world_size):
-    # 14 images in steps of 2 or 3 times 4: the last step is uneven, and with 3 ranks it has 2 images for 3.
+    # A step has 4 images per rank. The last step of the 14 images is not full; with 3 ranks, one rank gets no image.
     folder(tmp_path, SIZES)
     (tmp_path / "val" / "ant" / "000.png").write_bytes(b"not an image")
     alone, expected = one_rank(0, 1, tmp_path, 1, 4)
@@ -92,7 +92,7 @@ def test_every_example_counts_once_over_ranks(tmp_path, world_size):
 
 
 def messages(rank, world_size, path):
-    """The last rank has no images; what stops the others must stop it as well, and not leave it waiting for them."""
+    """Return each rank's errors; the last rank has no images, but must raise as well instead of waiting forever."""
     batches = open_squares(path, crops=Crops.of(1, size=32), rank=rank, world_size=world_size)
     found = []
     for net in (Tiny(classes=5), Tiny(sharpness=float("nan"))):

@@ -23,7 +23,7 @@ def coordinates(width, height):
 
 
 def corners_of(view):
-    """Where a crop's first and last pixel were, and whether it is mirrored, read from its colours."""
+    """Read from a crop's colors where its first and last pixels were in the image, and whether it is mirrored."""
     (x0, y0), (x1, y1) = (
         (int(p[0]) + 256 * (int(p[2]) // 16), int(p[1]) + 256 * (int(p[2]) % 16))
         for p in (view[:, 0, 0], view[:, -1, -1])
@@ -111,7 +111,7 @@ def test_sizes_and_scales_of_small_crops():
 
 
 def test_a_long_image_is_cut_before_it_is_enlarged():
-    # As a whole it would become 3 x 2,560,000 x 256 values.
+    # Enlarged before the cut, the image would have 3 x 2,560,000 x 256 values.
     views = views_of(torch.from_numpy(np.array(picture(10000, 1))), Crops.of(144, size=224))
     assert [tuple(v.shape) for v in views] == [(12, 3, 3, 224, 224)] * 4
     image = torch.from_numpy(np.array(picture(1000, 256)))

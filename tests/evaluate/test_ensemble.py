@@ -1,4 +1,4 @@
-"""Means over crops and networks against the sums written out; one network in memory; bad input."""
+"""Compare means over crops and networks with plain loops, and test memory use (one network at a time) and bad input."""
 
 import gc
 import weakref
@@ -17,7 +17,7 @@ SIZES = [(44, 36), (36, 50), (40, 40), (120, 36), (20, 20), (64, 40)]
 
 
 def by_hand(net, batches):
-    """Loop over images and crops, one at a time, all 144 of a square image included."""
+    """Average over crops in a loop, one crop at a time; for a square image, too, all 144 crops are computed."""
     crops, rows = batches.crops, []
     for k in range(len(batches.source.labels)):
         image = decode(batches.source.read(k))

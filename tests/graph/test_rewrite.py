@@ -1,4 +1,4 @@
-"""A rewritten module is an instance of its own class in every respect but its forward, wherever it is copied to."""
+"""Test that a rewritten module and its copies differ from the original class only in their forward."""
 
 import copy
 import io
@@ -45,7 +45,7 @@ def test_copies_are_rewritten_too(net, x, duplicate):
     assert other is not converted
     for m in other.modules():
         if isinstance(m, nn.BatchNorm2d):
-            nn.init.constant_(m.bias, 0.3)  # of the copy; copy.copy shares it
+            nn.init.constant_(m.bias, 0.3)  # changes the copy; copy.copy shares the layer
     expected = bn.revert(other)
     torch.testing.assert_close(other(x), expected(x))
 
@@ -92,7 +92,7 @@ def test_a_forward_that_its_class_gets_later_is_respected(net, x, monkeypatch):
 
 
 def test_code_that_uses_what_cannot_be_imported_pickles_as_its_own_class(x):
-    class Local(nn.Module):  # cannot be pickled itself, but its variants are what is looked at
+    class Local(nn.Module):  # cannot be pickled; the test only looks at __reduce_ex__
         def __init__(self):
             super().__init__()
             self.bn, self.g = nn.BatchNorm2d(4), torch.relu
@@ -221,7 +221,7 @@ def test_torch_compile_with_dynamic_shapes_compiles_code_that_asks_for_shapes_on
 
 
 def test_guards_of_torch_compile_do_not_check_properties(x):
-    """Such a guard would turn off Dynamo's fast check of a whole module, so that it checks every layer in each call."""
+    """A guard on a property would make Dynamo check every layer in each call, instead of the whole module at once."""
     downsample = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
     converted = bn.convert(scramble_(Bottleneck(downsample)), x)
     for mode in (True, False):

@@ -1,4 +1,4 @@
-"""Who feeds whom, for modules and functions, in place or not, whatever Python the network is made of."""
+"""Test that a trace finds which call feeds which, for modules and functions, in place or not, in any Python code."""
 
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ from batchnorm.graph.kinds import is_leaf, keeps_torch_forward
 
 
 class Net(nn.Module):
-    """Run any function with a convolution, two norms and a module to activate at hand."""
+    """Run a given function on a module with a convolution, a norm, a ReLU, a dropout and an identity."""
 
     def __init__(self, code):
         super().__init__()
@@ -26,7 +26,7 @@ class Net(nn.Module):
 
 
 def flow(code, training=False):
-    """The calls as text, each with those that made its inputs."""
+    """Return the names of the traced calls, each with the names of the calls that produced its inputs."""
     graph = trace(Net(code).train(training), torch.randn(2, 3, 4, 4))
     return [(call.name, [v.producer.name if v.producer else None for v in call.inputs]) for call in graph.calls]
 

@@ -81,7 +81,7 @@ def test_a_small_output_in_a_small_batch_is_no_difference(tmp_path):
     net = nn.Sequential(nn.Linear(8, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 1)).eval()
     rows = torch.randn(4000, 8)
     order = net(rows).abs().flatten().argsort()
-    bn.export(net, rows[order[[0, -1, -2, -3]]], tmp_path / "net.pt2")  # a batch of 1 gives about 0
+    bn.export(net, rows[order[[0, -1, -2, -3]]], tmp_path / "net.pt2")  # the first row alone gives about 0
 
 
 def test_batch_sizes_that_the_network_refuses_are_not_checked(tmp_path):

@@ -1,4 +1,4 @@
-"""Networks that try to make fold() wrong: each either folds exactly or says why not."""
+"""Test fold() on difficult networks: each either folds exactly or reports why it does not."""
 
 import copy
 
@@ -15,7 +15,7 @@ from batchnorm.ops import Activation
 
 
 def check(net, x=None, forward=None, **options):
-    """Fold, compare on the example and on another batch, return the folded network."""
+    """Fold a network, compare the results on the example and on another batch, and return the folded network."""
     net = scramble_(net).double().eval()
     x = (image() if x is None else x).double()
     folded = bn.fold(net, x, forward=forward, **options)
@@ -460,7 +460,7 @@ def test_settings_that_the_code_reads():
         return n.relu(n.bn2(y)) + n.relu.inplace
 
     net = Net(code, conv=conv(), bn=nn.BatchNorm2d(3), bn2=nn.BatchNorm2d(3), relu=nn.ReLU())
-    net.bn2.scale = 5.0  # which is the name of a buffer in the module that replaces it
+    net.bn2.scale = 5.0  # the module that replaces bn2 has a buffer of this name
     assert [s.action for s in check(net).report] == ["folded into 'conv'", "fixed affine map"]
 
 

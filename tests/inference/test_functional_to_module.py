@@ -1,4 +1,4 @@
-"""Batch normalization in a module's own forward is folded; the rest of the network stays the user's Python."""
+"""Test that batch normalization in a module's own forward is folded, and that all other modules keep their code."""
 
 import copy
 import pickle
@@ -45,7 +45,7 @@ class NormActDrop(nn.BatchNorm2d):
 
 
 class Data(nn.Module):
-    """Code that torch.fx cannot follow, around layers."""
+    """A module with layers whose forward torch.fx cannot trace."""
 
     def __init__(self, act):
         super().__init__()
@@ -89,7 +89,7 @@ def test_the_file_has_no_batch_normalization(tmp_path, name):
 
 
 class Functional2(nn.Module):
-    """F.batch_norm on a child's output, with arguments that are no tensors."""
+    """A module that calls F.batch_norm on a child's output, and has arguments that are not tensors."""
 
     def __init__(self):
         super().__init__()
@@ -167,7 +167,7 @@ def test_a_patched_forward_is_traced_with_the_module_around():
     assert not left(folded)
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch's own, when a program is copied
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # from torch, when a program is copied
 def test_torch_batch_norm_and_exported_programs():
     class Plain(nn.Module):
         def __init__(self):
@@ -191,7 +191,7 @@ def test_torch_batch_norm_and_exported_programs():
 
 
 class Untraceable(nn.Module):
-    """Each of two F.batch_norm runs twice, beside a branch on the data."""
+    """A module that calls F.batch_norm at two places, twice each, and branches on the data."""
 
     def __init__(self):
         super().__init__()

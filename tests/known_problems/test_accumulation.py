@@ -1,4 +1,4 @@
-"""Row 13: gradient accumulation changes what a batch is (pytorch 46516): the m of each forward pass, and it is said."""
+"""Row 13: gradient accumulation makes batches smaller (pytorch 46516): each forward pass is a batch; reports show m."""
 
 import copy
 
@@ -49,7 +49,7 @@ def test_running_averages_move_once_per_part():
         model(x)
         slower(x)
     assert model[1].num_batches_tracked == PARTS
-    # What a step of several parts moves is what one part moves, with the momentum that the page on layers gives.
+    # With the smaller momentum, the parts of a step together move the averages as far as one batch at momentum 0.1.
     torch.testing.assert_close(slower[1].running_mean, once[1].running_mean)
     assert (model[1].running_mean - once[1].running_mean).abs().max() > 1e-3
 

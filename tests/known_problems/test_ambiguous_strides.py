@@ -11,7 +11,7 @@ N, C, T = 3, 4, 5
 
 
 def loss_of(norm, x, weight):
-    """A sequence as an image of width 1, then a linear layer over the channels: the gradient comes back transposed."""
+    """Normalize an image of width 1, then apply a linear layer to its channels, so that the gradient is transposed."""
     return (norm(x).squeeze(3).transpose(1, 2) @ weight.T).square().sum()
 
 

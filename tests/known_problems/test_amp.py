@@ -1,4 +1,4 @@
-"""Row 12: one inf under AMP poisons the statistics for ever; half-precision buffers (pytorch 90342, 70901)."""
+"""Row 12: one inf under AMP spoils the statistics for good; half-precision buffers (pytorch 90342, 70901)."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ CASTS = {
 @pytest.mark.parametrize("cast", CASTS)
 def test_statistics_stay_float32(cast):
     net = nn.Sequential(nn.Conv2d(2, 3, 1), bn.BatchNorm2d(3))
-    net[1].running_mean.fill_(1 + 2**-20)  # not a half-precision number
+    net[1].running_mean.fill_(1 + 2**-20)  # half precision would round this to 1
     net = CASTS[cast](net)
     layer = net[1]
     assert layer.running_mean.dtype == layer.running_var.dtype == torch.float32

@@ -57,7 +57,7 @@ def test_export_in_training_mode(momentum):
 
 
 def test_no_host_synchronization():
-    # The path that CUDA tensors take, run on fake tensors: any .item() or bool() of data raises there.
+    # Run the code path of CUDA tensors on fake tensors, where any .item() or bool() of data raises an error.
     from torch._subclasses import FakeTensorMode
 
     from batchnorm.ops import running as module

@@ -1,4 +1,4 @@
-"""Row 4: folding is silently wrong or missing (pytorch 197539, 180995, 122070): as torch does it, and ours."""
+"""Row 4: torch's folding is silently wrong or missing (pytorch 197539, 180995, 122070); compare it with fold()."""
 
 import pytest
 import torch
@@ -86,7 +86,7 @@ def test_pre_activation_networks_have_no_batch_normalization_left():
     folded = bn.fold(net, x)
     assert not any("BatchNorm" in type(m).__name__ for m in folded.modules())
     assert [site.action for site in folded.report] == ["fixed affine map"] * 4
-    traced = bn.fold(net, x, traced=True)  # a graph, whose code has no other path
+    traced = bn.fold(net, x, traced=True)  # a torch.fx graph instead of the network's own code
     assert [site.action for site in traced.report] == ["fixed affine map with ReLU"] * 3 + ["fixed affine map"]
     torch.testing.assert_close(traced(x), net(x), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(folded(x), net(x), rtol=1e-4, atol=1e-5)

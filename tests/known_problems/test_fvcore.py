@@ -1,6 +1,6 @@
 """Row 23: fvcore's ``update_bn_stats`` loses the variance next to a large mean, and leaves Dropout on; ours does not.
 
-The tests of fvcore itself run if it is installed; the last release is of 2022, and CI does not install it.
+The tests that call fvcore run only if it is installed. CI does not install it, because its last release is from 2022.
 """
 
 import pytest

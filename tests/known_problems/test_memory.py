@@ -1,4 +1,4 @@
-"""Row 17: conv-BN-ReLU keeps twice what conv-ReLU keeps (pytorch 26288); with recompute() it keeps as much."""
+"""Row 17: conv-BN-ReLU saves twice as many activations as conv-ReLU (pytorch 26288); with recompute(), as many."""
 
 import copy
 from contextlib import nullcontext
@@ -33,8 +33,8 @@ def chain(between, channels=SHAPE[1]):
 
 
 def per_layer(net, x, *, recompute=False):
-    """Activations that a forward pass leaves behind, by what the allocator says; x itself is not counted."""
-    net(x).sum().backward()  # gradients, workspaces and compiled kernels are there before
+    """Return the size of the activations that a forward pass saves, measured by the allocator, without x itself."""
+    net(x).sum().backward()  # allocates gradients and workspaces, and compiles kernels
 
     def forward():
         with bn.recompute() if recompute else nullcontext():
@@ -75,7 +75,7 @@ def test_on_a_gpu(layout):
         with torch.autocast("cuda", torch.bfloat16):
             return 2 * per_layer(chain(between).cuda().to(memory_format=layout), x, **options)  # x is float32
 
-    # The first convolution's copy of x is a sixth of a layer.
+    # Autocast also saves a copy of x for the first convolution, which adds 1 / LAYERS to the mean per layer.
     assert measured(ours) == pytest.approx(2 + 1 / LAYERS, abs=0.05)
     assert measured(ours, recompute=True) == pytest.approx(1 + 1 / LAYERS, abs=0.05)
     assert measured(none) == pytest.approx(1 + 1 / LAYERS, abs=0.05)

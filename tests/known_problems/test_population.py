@@ -55,7 +55,7 @@ def test_ranks_with_different_numbers_of_batches_agree(upstream):
     assert count == 18
     assert "estimating population statistics, pass 1 of " in shown
     assert ": batch 2 of 3" in shown
-    assert nothing == ""  # the lines of several ranks would mix
+    assert nothing == ""  # only one rank prints, or lines would mix
     torch.testing.assert_close(a, b, rtol=0, atol=0)
     alone, *_ = one_rank(0, 1, [18], upstream)
     layers = ("1", "3") if upstream == "population" else ("1",)

@@ -12,7 +12,7 @@ import batchnorm as bn
 from batchnorm.train.distributed import Ranks
 
 pytestmark = pytest.mark.dist
-FAR = 10.0  # how far apart the ranks' data lie
+FAR = 10.0  # difference between the means of the two ranks' data
 
 
 def data(rank):
@@ -30,7 +30,7 @@ def one_rank(rank, world_size, way):
         parallel(data(rank)[0])  # the buffers are copied from rank 0 when the next forward pass begins
     elif way in ("paper", "pooled"):
         bn.estimate_(parallel, list(data(rank)), rule=way)
-    elif way == "averaged":  # as the trainer does, which tells DistributedDataParallel to leave buffers alone
+    elif way == "averaged":  # as batchnorm train does, with DDP's broadcast_buffers off
         Ranks(rank, world_size).average_statistics_(net)
     return net[0].running_mean, net[0].running_var
 

@@ -1,4 +1,4 @@
-"""Row 6: a last batch of one example (pytorch 7716): an error that helps, a policy, a sampler; never NaN."""
+"""Row 6: a last batch of one example (pytorch 7716) raises a helpful error; a policy or a sampler avoids it; no NaN."""
 
 import pytest
 import torch

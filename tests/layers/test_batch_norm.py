@@ -61,7 +61,7 @@ def test_training_and_evaluation_equal_torch(kind, options):
         assert_same_step(ours, theirs, torch.randn(shape) * 2 + 1)
     ours.eval(), theirs.eval()
     assert_same_step(ours, theirs, torch.randn(shape) * 2 + 1)
-    # After evaluation, back to training: nothing was left behind.
+    # Evaluation has no effect on the training after it.
     ours.train(), theirs.train()
     assert_same_step(ours, theirs, torch.randn(shape))
 
@@ -95,7 +95,7 @@ def test_state_dict_goes_both_ways_strictly(kind):
 def test_loads_a_checkpoint_from_before_the_counter():
     state = nn.BatchNorm2d(3).state_dict()
     del state["num_batches_tracked"]
-    old = dict(state.items())  # a plain dict: no version metadata, as in old files
+    old = dict(state.items())  # a plain dict has no version metadata, as in old files
     bn.BatchNorm2d(3).load_state_dict(old)
 
 
@@ -267,7 +267,7 @@ def test_a_state_dict_loaded_into_a_layer_on_meta(statistics, masked, compiled):
 
 def test_a_state_dict_resets_the_count_that_it_does_not_contain():
     layer = bn.BatchNorm2d(3)
-    layer.num_batches_skipped.fill_(-1)  # to_empty() leaves any value
+    layer.num_batches_skipped.fill_(-1)  # to_empty() may leave any value here
     layer.load_state_dict(nn.BatchNorm2d(3).state_dict())
     assert layer.num_batches_skipped == 0
 
@@ -359,7 +359,7 @@ def test_no_averages_but_a_count_as_in_torch(statistics):
         layer.running_mean = layer.running_var = None
         layer(x)
         layer(x)
-        layer.eval()(x)  # normalizes by the batch's statistics, but does not count
+        layer.eval()(x)  # normalizes by the batch's statistics, but does not count the batch
         layer.train().track_running_stats = False
         layer(x)
     assert ours.num_batches_tracked == theirs.num_batches_tracked == 2

@@ -36,7 +36,7 @@ def test_affine_alone():
 
 def test_unfreeze_restores_what_was():
     layer = bn.BatchNorm1d(3)
-    layer.bias.requires_grad_(False)  # the user's own choice, before
+    layer.bias.requires_grad_(False)  # frozen by the user before freeze_
     bn.freeze_(layer)
     bn.unfreeze_(layer)
     assert layer.weight.requires_grad
@@ -129,7 +129,7 @@ def test_a_state_dict_replaces_how_much_is_frozen():
     assert here.frozen_statistics
     assert here.weight.requires_grad
     assert here.bias.requires_grad
-    # A parameter that never trained does not begin to.
+    # Loading a state dict does not make a parameter trainable that the user had frozen.
     taught.weight.requires_grad_(False)
     taught.load_state_dict(there.state_dict())
     assert not taught.weight.requires_grad

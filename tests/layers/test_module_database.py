@@ -1,4 +1,4 @@
-"""PyTorch's own module database, its BatchNorm entries, run against our layers beside torch's."""
+"""Run the BatchNorm tests of PyTorch's module database on our layers and on torch's."""
 
 import warnings
 
@@ -53,7 +53,7 @@ def test_same_as_torch(training, dtype):
         ours.load_state_dict(theirs.state_dict(), strict=True)
         got, want = run(ours, sample), run(theirs, sample)
         if training and sample.forward_input.args[0].numel() == 0:
-            # Where we differ on purpose: torch counts an empty batch as a batch (row 6 of the known problems).
+            # This difference is intended: torch counts an empty batch, and we do not (row 6 of the known problems).
             assert [state.pop("num_batches_tracked") for *_, state in (got, want)] == [0, 1]
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5, msg=parameter.id)
         count += 1
@@ -68,7 +68,7 @@ def test_derivatives(training):
         if x.numel() > 300:
             continue
         layer = make(OURS[kind], sample, training, torch.float64)
-        layer.track_running_stats = False  # numerical differences need a function that does not move
+        layer.track_running_stats = False  # gradcheck needs calls without side effects
         x = x.detach().clone().requires_grad_()
         assert torch.autograd.gradcheck(layer, (x,)), parameter.id
         assert torch.autograd.gradgradcheck(layer, (x,)), parameter.id

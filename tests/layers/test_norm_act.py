@@ -1,4 +1,4 @@
-"""timm's BatchNormAct2d as a layer of this library: an instance of both, whose drop and act still work."""
+"""Test the conversion of timm's BatchNormAct2d to a layer that is an instance of both classes; drop and act work."""
 
 import copy
 import pickle
@@ -18,7 +18,7 @@ CLOSE = {"rtol": 1e-8, "atol": 1e-8}
 
 
 class BatchNormAct2d(nn.BatchNorm2d):
-    """timm's, but for the spelling."""
+    """A shorter version of timm's class."""
 
     def __init__(self, features, act=None, drop=None):
         super().__init__(features)

@@ -25,7 +25,7 @@ def images():
 
 
 def steps(net, x, share=1.0):
-    """Take three steps and return all parameters and averages; ``share`` of the loss is this rank's."""
+    """Take three steps and return all parameters and averages; the loss is multiplied by ``share``."""
     optimizer = torch.optim.SGD(net.parameters(), 0.05)
     for _ in range(3):
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""Ghost and Renorm against their definitions; Sync in one process (several ranks: test_sync.py)."""
+"""Compare Ghost and Renorm with their definitions, and test Sync in one process; test_sync.py tests several ranks."""
 
 import copy
 
@@ -16,7 +16,7 @@ def test_ghost_is_a_layer_per_group():
     plain = bn.BatchNorm1d(3, activation="relu")
     want = torch.cat([plain(a, residual=b) for a, b in zip(x.split(4), residual.split(4), strict=True)])
     torch.testing.assert_close(layer(x, residual=residual), want)
-    # Alg. 2, l. 10 over the groups.
+    # The running statistics are Alg. 2, l. 10 over the groups.
     groups = x.reshape(3, 4, 3, 4)
     torch.testing.assert_close(layer.running_mean, groups.mean((1, 3)).mean(0))
     torch.testing.assert_close(layer.running_var, groups.var((1, 3)).mean(0))
@@ -41,7 +41,7 @@ def test_ghost_leaves_no_group_of_one_value(examples):
     torch.testing.assert_close(layer(x), torch.cat([nn.BatchNorm1d(2).double()(part) for part in parts]))
     weighted = sum(len(p) * p.var(0, correction=0) for p in parts) / sum(len(p) - 1 for p in parts)
     torch.testing.assert_close(layer.running_var, weighted)
-    # A single image has many values.
+    # A group of a single image is valid, because an image has many values per channel.
     images = torch.randn(examples, 2, 4)
     want = torch.cat([nn.BatchNorm1d(2)(part) for part in images.split(2)])
     torch.testing.assert_close(bn.BatchNorm1d(2, statistics=bn.Ghost(2))(images), want)
@@ -58,7 +58,7 @@ def test_ghost_with_a_mask_that_leaves_a_group_one_value():
     y = layer(x, residual, mask)
     torch.testing.assert_close(y[:2], want)
     torch.testing.assert_close(y[2:], evaluated[2:], rtol=0, atol=0)
-    # The groups of one and of no value have no unbiased variance.
+    # Groups with one value or none have no unbiased variance, so they do not count.
     torch.testing.assert_close(layer.running_mean, plain.running_mean)
     torch.testing.assert_close(layer.running_var, plain.running_var)
     with pytest.raises(ValueError, match=r"only one unmasked value in a group of Ghost\(size=2\). Use a larger group"):
@@ -137,6 +137,6 @@ def test_renorm_is_not_recomputed_with_averages_that_have_moved(reentrant):
     y = checkpoint(layer, x, use_reentrant=reentrant)
     with pytest.raises(RuntimeError, match=r"leave it out of torch\.utils\.checkpoint"):
         y.square().sum().backward()
-    plain = bn.BatchNorm1d(3, statistics=bn.Renorm(1, 0))  # depends on no average
+    plain = bn.BatchNorm1d(3, statistics=bn.Renorm(1, 0))  # does not use the running averages
     checkpoint(plain, x, use_reentrant=reentrant).square().sum().backward()
     assert plain.num_batches_tracked == 1

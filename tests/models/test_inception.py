@@ -106,7 +106,7 @@ def test_switches():
     assert nn.ReLU not in kinds
     assert net.dropout.p == 0.4
     assert net.classifier.out_features == 7
-    # As in GoogLeNet, one comes after the first pool, which is left out at 64 px, and one before the second.
+    # As in GoogLeNet, there is one after the first pool, which is left out at 64 px, and one before the second pool.
     assert names[:6] == ["stem", "lrn1", "reduce2", "conv2", "lrn2", "pool2"]
     assert isinstance(inception(stem="plain").stem.conv, nn.Conv2d)
 
@@ -222,7 +222,7 @@ def test_on_a_gpu_the_network_without_normalization_computes_the_same(activation
             y.square().sum().backward()
             results.append([y.detach().cpu().double(), *(p.grad.cpu().double() for p in run.parameters())])
     for got, expected in zip(*results, strict=True):
-        # Behind ten sigmoids, gradients shrink to 1e-7, and their terms nearly cancel.
+        # After ten sigmoids, gradients are about 1e-7, and their terms nearly cancel, so rounding is relatively large.
         assert (got - expected).norm() <= (1e-3 if activation == "relu" else 2e-2) * expected.norm()
 
 
@@ -336,7 +336,7 @@ def test_recorded_in_training(norm, rearrange):
 
 
 def test_local_response_normalization_is_trained_after_inference():
-    norm, x = LocalResponseNorm(3, alpha=0.3), torch.randn(2, 11, 4, 5)  # no other test has eleven channels
+    norm, x = LocalResponseNorm(3, alpha=0.3), torch.randn(2, 11, 4, 5)  # no other test caches for 11 channels
     with torch.inference_mode():
         expected = norm.convolved(x)
     y = norm.convolved(x.requires_grad_())

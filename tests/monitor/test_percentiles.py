@@ -37,7 +37,7 @@ def test_large_tensors_are_sampled_evenly():
 
 
 def train(net, data, steps=12):
-    """A user's loop, with dropout and augmentation that draw random numbers."""
+    """Train as a user would, with dropout and augmentation, which draw random numbers."""
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
     generator = torch.Generator().manual_seed(0)
     for _ in range(steps):

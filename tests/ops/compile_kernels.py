@@ -1,4 +1,4 @@
-"""Compile the kernels for a Hopper device, which needs none: run by test_kernels_compile.py without the interpreter."""
+"""Compile the kernels for a Hopper GPU, without a GPU; test_kernels_compile.py runs this without the interpreter."""
 
 import itertools
 import sys
@@ -21,7 +21,7 @@ NUMBERS = (
     *("classes", "pixels", "stride", "rows", "columns", "before", "each", "x_n", "x_c", "x_h", "x_w"),
 )
 POINTERS = {"bits": "u8", "where": "u8", "batches": "i64", "skipped": "i64", "words": "i32"}
-TYPED = ("x", "y", "residual", "dy", "dx", "dresidual", "other", "blocks")  # the rest is float32
+TYPED = ("x", "y", "residual", "dy", "dx", "dresidual", "other", "blocks")  # other pointers are to float32
 ALONE = {"T": 2, "PHASE": 3, "ALONE": True, "LAST": False, "TREE": False, "TICKET": False}
 MET = {"T": 4, "PHASE": 3, "ALONE": False, "LAST": False, "TREE": False, "TICKET": True}
 MANY = {"T": 4, "PHASE": 3, "ALONE": False, "LAST": True, "TREE": True, "TICKET": True}
@@ -34,7 +34,7 @@ def build(kernel, form, way, dtype, act, absent, pointers=POINTERS):
     constants = {**way, "FORM": form, "ACT": act, "CUMULATIVE": act == 2, "STAGES": 3, "ON_DEVICE": True}
     signature, fixed, attributes = {}, {}, {}
     for i, numbered in enumerate(kernel.arg_names):
-        name = numbered.rstrip("0123")  # a layer's, of a launch for several
+        name = numbered.rstrip("0123")  # numbered by layer if a launch is for several layers
         if name in constants or name in absent or numbered in absent:
             signature[numbered], fixed[(i,)] = "constexpr", constants.get(name)
         elif name in (*NUMBERS, "magic", "shift"):

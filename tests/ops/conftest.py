@@ -5,8 +5,8 @@ from batchnorm.ops.cuda import driver, grouped, resident
 
 @pytest.fixture(params=[pytest.param("cpu", marks=pytest.mark.triton), pytest.param("cuda", marks=pytest.mark.gpu)])
 def resident_device(request, emulation, monkeypatch):
-    """Where resident.cu runs: emulated on the CPU, or on a device where there is one."""
-    caches = (resident._kernel, resident.prepared, grouped._prepared)  # a test may put something else in their place
+    """Return the device for resident.cu: a GPU if there is one, or the CPU, where it is emulated."""
+    caches = (resident._kernel, resident.prepared, grouped._prepared)  # read now, before tests patch them
 
     def forget():
         for cache in caches:

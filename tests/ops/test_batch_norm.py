@@ -1,4 +1,4 @@
-"""The fast paths against the float64 oracle: outputs, every gradient, the moments; hard cases carry their reason."""
+"""Compare the fast paths with the float64 oracle: outputs, all gradients and the moments, in easy and hard cases."""
 
 import os
 import subprocess
@@ -43,7 +43,7 @@ def check(x, activation=None, with_residual=False, feature_dims=1, eps=EPS, scal
     assert_near(moments.mean, want.mean, stats, "mean")
     assert_near(moments.var, want.var, stats, "var", 5 * scale)
     assert_near(x.grad, want.dx, x.dtype, "dx", scale, want.dx_terms)
-    # The parameters are float32; the terms of their sums carry the rounding of y where g' depends on it.
+    # The parameters are float32. If g' is computed from y, the terms of their gradients also have the rounding of y.
     wide = torch.float32 if x.dtype == torch.float64 else x.dtype
     assert_near(gamma.grad, want.dgamma, wide, "dgamma", scale, want.sum_terms)
     assert_near(beta.grad, want.dbeta, wide, "dbeta", scale, want.sum_terms)
@@ -170,7 +170,7 @@ def arrangements(draw_):
 def test_any_shape_stride_type_and_value(arrangement, dtype, activation, with_residual, eps, mean, std, seed):
     torch.manual_seed(seed)
     shape, steps, order = arrangement
-    # A dense tensor with its dimensions stored in any order, then every step-th element of it.
+    # Take every step-th element of a dense tensor whose dimensions are stored in any order.
     inverse = sorted(range(len(order)), key=order.__getitem__)
     stored = [shape[d] * steps[d] for d in order]
     x = draw(*stored, dtype=dtype, mean=mean, std=std).permute(inverse)
@@ -326,7 +326,7 @@ def test_inductor_compiles_the_plain_operations(device, dtype):
     x = (2 * x + 3).contiguous(memory_format=torch.channels_last).requires_grad_()
     gamma, beta = (torch.randn(16, device=device, requires_grad=True) for _ in range(2))
     dy = off_the_kinks(dy, x, gamma, beta, 1e-5, "relu", residual)
-    mask = torch.ones(8, 6, 6, dtype=torch.bool, device=device)  # a mask needs plain operations
+    mask = torch.ones(8, 6, 6, dtype=torch.bool, device=device)  # a mask rules out the fused kernels
     compiled = torch.compile(ops.batch_norm, fullgraph=True)
     with torch.autocast(device, torch.bfloat16, enabled=dtype is torch.bfloat16):
         y, moments = compiled(x, gamma, beta, activation="relu", residual=residual, mask=mask)

@@ -1,4 +1,4 @@
-"""The compiler of kernel.c: asked once, and nothing lost where it is missing or has no place for what it makes."""
+"""Test that kernel.c is compiled only once, and that nothing fails without a compiler or a writable cache."""
 
 import os
 import shutil
@@ -25,7 +25,7 @@ def anew(monkeypatch, tmp_path):
     compiler._load.cache_clear()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("CC", "cc")
-    quick = ("-O0" if flag == "-O3" else flag for flag in compiler.FLAGS)  # to compile, not to run
+    quick = ("-O0" if flag == "-O3" else flag for flag in compiler.FLAGS)  # faster to compile
     monkeypatch.setattr(compiler, "FLAGS", tuple(quick))
     yield
     compiler._load.cache_clear()
@@ -96,7 +96,7 @@ def test_a_cache_that_cannot_be_written(monkeypatch, tmp_path):
 
 
 def compiled_once(tmp_path):
-    """Compile, forget it, and return the cached file."""
+    """Compile kernel.c, forget the loaded library, and return the cached file."""
     assert compiler.unavailable() is None
     compiler._load.cache_clear()
     (file,) = (tmp_path / "cache" / "batchnorm").glob("*.so")
@@ -114,7 +114,7 @@ def without_the_functions(file):
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda file: (file.unlink(), file.write_text("no library")),  # not in place: this process has it loaded
+        lambda file: (file.unlink(), file.write_text("no library")),  # a new file: this process has the old one loaded
         without_the_functions,
         lambda file: (file.unlink(), file.symlink_to("/nowhere.so")),
     ],

@@ -1,4 +1,4 @@
-"""The CPU path against the float64 oracle, each of its strategies on its own, whatever the dispatcher would choose."""
+"""Compare each strategy of the CPU path with the float64 oracle, regardless of what the dispatcher would choose."""
 
 from functools import wraps
 
@@ -17,8 +17,8 @@ from batchnorm.ops.cpu.passes import Matrix, Planes, layout_of
 EPS = 1e-3
 LAST, LAST_3D = torch.channels_last, torch.channels_last_3d
 
-# What bends the choice: (images of how many elements and matrices of how many rows torch's kernels take, rows in one
-# block of ours).
+# Limits that force a strategy: the largest images (in elements) and matrices (in rows) that torch's kernels get, and
+# the number of rows in each block of our passes.
 STRATEGIES = {
     "native": (1 << 30, 8192),
     "passes": (0, 8192),
@@ -68,7 +68,7 @@ def check(x, activation="identity", with_residual=False, eps=EPS, scale=1.0):
     for p in (gamma, beta, residual):
         if p is not None:
             p.grad = None
-    y.backward(dy)  # a second time: nothing that it needs was overwritten by the first
+    y.backward(dy)  # the first backward pass has overwritten nothing that the second needs
     assert torch.equal(first, x.grad)
     for before, after in zip(given_, (x, gamma, beta, residual, dy), strict=True):
         assert before is None or torch.equal(before, after)
@@ -300,8 +300,8 @@ def test_mean_far_from_zero(format, mean, bound):
 @pytest.mark.parametrize("format", [torch.contiguous_format, LAST])
 @pytest.mark.parametrize("shape", [(64, 16, 56, 56), (4, 2, 512, 400), (8, 96, 72, 72)])
 def test_many_values_per_channel(shape, format):
-    # One float32 sum over 200,000 values of mean 3 would be off by 1e-5; ours go in blocks of at most 8192 rows, which
-    # on one thread are off by 2e-6.
+    # A single float32 sum over 200,000 values of mean 3 would have an error of 1e-5. We sum blocks of at most 8192
+    # rows, which on one thread has an error of 2e-6.
     x = draw(*shape, mean=3.0, format=format)
     _, moments = cpu.run(Call(x, None, None, EPS))
     x64 = rows(x.double())
@@ -311,7 +311,7 @@ def test_many_values_per_channel(shape, format):
 
 @pytest.mark.slow
 def test_more_half_precision_values_than_float32_can_count_one_by_one():
-    # torch's kernel adds up lane by lane in float32, and a lane stops growing at 2^24.
+    # torch's kernel has one float32 sum per SIMD lane, and adding 1 to a sum of 2^24 no longer changes it.
     x = torch.ones(2**13 + 8, 1, 2**7, 2**8, dtype=torch.bfloat16)
     x[-(2**12) :] = 3
     share = 2**12 / len(x)
@@ -323,7 +323,7 @@ def test_more_half_precision_values_than_float32_can_count_one_by_one():
 
 @pytest.mark.parametrize("format", [torch.contiguous_format, LAST])
 def test_gradients_of_one_sign_over_many_values(format):
-    # Their sum grows to 200,000: the place where adding one after the other in float32 costs most.
+    # The sum of the gradients grows to 200,000, where adding values one by one in float32 loses the most precision.
     x, gamma, beta = draw(64, 16, 56, 56, format=format).requires_grad_(), torch.ones(16), torch.zeros(16)
     dy = (draw(64, 16, 56, 56) * 0.1 + 1).contiguous(memory_format=format)
     y, _ = cpu.run(Call(x, gamma, beta, EPS))
@@ -402,7 +402,7 @@ def arrangements(draw_):
 def test_any_shape_stride_type_and_value(name, arrangement, dtype, activation, with_residual, eps, mean, std, seed):
     torch.manual_seed(seed)
     shape, steps, order = arrangement
-    # A dense tensor with its dimensions stored in this order, then every step-th element of it.
+    # Take every step-th element of a dense tensor whose dimensions are stored in this order.
     inverse = sorted(range(len(order)), key=order.__getitem__)
     stored = [shape[d] * steps[d] for d in order]
     x = draw(*stored, dtype=dtype, mean=mean, std=std).permute(inverse)[tuple(slice(None, None, s) for s in steps)]

@@ -1,4 +1,4 @@
-"""The compiled CPU kernel: the same as the oracle on every shape, whatever the threads, and nothing lost without it."""
+"""Compare the compiled CPU kernel with the oracle for all shapes and numbers of threads, and test its absence."""
 
 import copy
 import ctypes
@@ -210,7 +210,7 @@ def test_threads_change_no_bit(name, with_residual):
 
 
 def call(form, threads, x, gamma, beta, dy, residual):
-    """Call the kernels with outputs that have room around them, which must stay as it was."""
+    """Call the kernels with outputs inside larger buffers, and check that they do not write outside the outputs."""
     around, kernels, channels = 64, compiler.kernels(), x.shape[1]
     sizes = [x.numel(), autograd.ROWS_KEPT * channels, x.numel(), channels, channels, x.numel()]
     memory = [torch.full((size + 2 * around,), torch.nan) for size in sizes]
@@ -442,7 +442,7 @@ def test_torchs_kernel_is_taken_where_there_is_nothing_to_win(monkeypatch):
             names[form, activation] = type(y.grad_fn).__name__
     assert names.pop(("rows", "identity")) == "NativeBatchNormBackward0"
     assert set(names.values()) == {"CompiledFunctionBackward"}
-    x = torch.randn(32, 128, 80).movedim(-1, 1)  # sequences with channels last, which torch's kernel does not know
+    x = torch.randn(32, 128, 80).movedim(-1, 1)  # channels last, unsupported by torch's kernel
     assert layers.BatchNorm1d(80)(x).stride() == x.stride()
 
 
@@ -460,7 +460,7 @@ def test_other_batches_are_left_to_others():
 
 
 def test_fewer_threads_than_were_asked_for(monkeypatch):
-    """As with OMP_THREAD_LIMIT: who is there does all the work."""
+    """If OpenMP starts fewer threads, as with OMP_THREAD_LIMIT, the existing threads do all the work."""
     work = ctypes.CFUNCTYPE(
         None, ctypes.CFUNCTYPE(None, ctypes.c_void_p), ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint
     )

@@ -1,4 +1,4 @@
-"""The layers' shortest way by torch's kernel: the same as the general one where it is taken, else nothing moved."""
+"""Test the layers' fast path with torch's kernel: its results are the same; if it does not apply, nothing changes."""
 
 import copy
 import gc
@@ -73,7 +73,7 @@ def test_output_gradients_and_averages(name, momentum):
 
 
 @pytest.mark.parametrize("activation", NAMES)
-@pytest.mark.parametrize("shape", [(30, 20), (150, 200)])  # below and above what ReLU does in new memory
+@pytest.mark.parametrize("shape", [(30, 20), (150, 200)])  # ReLU is in place for the larger one only
 def test_activation(activation, shape):
     x = torch.randn(shape, requires_grad=True)
     dy = torch.randn(shape)
@@ -106,7 +106,7 @@ def test_nothing_moves_where_another_way_is_due(name):
     running = new_running(x.shape[-1] if x.dim() == 1 else x.shape[1])
     before = copy_of(running)
     assert run(x, running) is None
-    assert run(x, running) is None  # nor does what the first call remembers
+    assert run(x, running) is None  # what the first call cached does not apply either
     assert all(torch.equal(a, b) for a, b in zip(running, before, strict=True))
 
 
@@ -187,7 +187,7 @@ CHECKPOINTED = {
 @pytest.mark.parametrize("activation", ["identity", "relu"])
 @pytest.mark.parametrize("name", CHECKPOINTED)
 def test_computed_again_in_a_checkpoint(name, activation, reentrant):
-    """What is saved is the same the second time, and nothing moves twice."""
+    """The second forward pass saves the same tensors, and the running averages move only once."""
     x, plain = CHECKPOINTED[name]().requires_grad_(), layers.BatchNorm2d(4 if "rows" not in name else 16)
     plain.activation = Activation(activation)
     layer, dy = copy.deepcopy(plain), torch.randn_like(x)

@@ -1,4 +1,4 @@
-"""The registered operators: gradients, double gradients, what is saved, torch.compile, checkpointing, fallbacks."""
+"""Test the registered operators: gradients, double gradients, saved tensors, torch.compile, checkpoints, fallbacks."""
 
 from contextlib import nullcontext
 
@@ -73,7 +73,7 @@ def test_gradients_where_the_derivative_jumps_are_torchs(activation):
     check_the_kinks(lambda call: autograd.run(call)[0], activation, DEVICE)
 
 
-@pytest.mark.parametrize("offset", [8, 3])  # 3: no stride of whole vectors
+@pytest.mark.parametrize("offset", [8, 3])  # with 3, rows are not aligned to whole vectors
 @pytest.mark.parametrize("shape", [(3, 16, 4, 4), (40, 16), (3, 5, 4, 4)])
 def test_a_gradient_that_is_a_slice_of_channels(shape, offset):
     n, c, *locations = shape

@@ -1,4 +1,4 @@
-"""How tensors lie in memory, and the division by multiplication that the kernels find places with."""
+"""Test memory layouts, plans, and the division by multiplication that the kernels compute offsets with."""
 
 import torch
 from hypothesis import given
@@ -29,7 +29,7 @@ def test_dense_strides_are_torchs():
 @given(width=st.integers(2, 2**20), n=st.integers(0, 2**31 - 1))
 def test_division_by_multiplication(width, n):
     g = layout.Geometry(False, 1, width, width, width, width, False)
-    p = schedule.make(g, 16, "stream", 64, 0, 1, 0, 4)  # 16-byte items: one to an access
+    p = schedule.make(g, 16, "stream", 64, 0, 1, 0, 4)  # 16-byte items, so each access is one item
     *_, units, magic, shift = cached_pass.numbers(g, p)
     assert units == width
     assert ((n * (magic % 2**32)) >> 32) >> shift == n // width
@@ -46,9 +46,10 @@ def test_every_plan_covers_its_tensor(rows, channels, nhwc, itemsize, backward):
     g = layout.Geometry(nhwc, channels, rows, rows, channels if nhwc else channels * rows, 1 if nhwc else rows, False)
     p = schedule.choose(g, itemsize, backward, False, 132)
     units = rows if nhwc else rows // p.V
-    assert (p.parts - 1) * p.share < units <= p.parts * p.share  # nobody comes away empty
+    assert (p.parts - 1) * p.share < units <= p.parts * p.share  # no part is empty
     assert p.slices * (p.V if nhwc else 1) >= channels
     assert p.share % 8 == 0
     assert p.path != "once" or p.share <= p.T * p.R
-    # Who waits must be running: programs of 4 or 8 warps with 128 registers a thread, twice over.
+    # Programs that wait for each other must all run at once: with 128 registers per thread, 16 warps fit on each of the
+    # 132 processors. Half of that is allowed.
     assert p.path != "once" or p.alone or p.parts <= 132 * 16 // p.warps // 2

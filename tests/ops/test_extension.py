@@ -1,4 +1,4 @@
-"""autograd.cpp, which takes training calls past Python: here with functions in place of the driver's launches."""
+"""Test autograd.cpp, which runs training calls without Python; here, Python functions replace the driver's launches."""
 
 import ctypes
 import shutil
@@ -29,7 +29,7 @@ def as_float(pointer):
 
 
 class Device:
-    """Stands in for CUDA: "kernels" are Python functions that write to the CPU's memory."""
+    """A stand-in for CUDA whose "kernels" are Python functions that write to CPU memory."""
 
     def __init__(self):
         self.calls, self.capturing, self.result = [], 0, 0
@@ -63,7 +63,7 @@ class Device:
 @pytest.fixture(scope="module")
 def module(tmp_path_factory):
     source = extension.source()
-    quick = tuple("-O0" if flag == "-O1" else flag for flag in source.flags)  # to compile, not to run
+    quick = tuple("-O0" if flag == "-O1" else flag for flag in source.flags)  # faster to compile
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         assert compile_cache.cached(source._replace(flags=quick)) is None
@@ -111,14 +111,14 @@ def test_a_described_call_is_launched_and_differentiated(module):
     assert len(otherwise) == 1
     assert module.counts() == (1, 1)
 
-    # While a node runs, autograd of torch 2.11 excludes a key of its own.
+    # While torch 2.11's autograd runs a node, it excludes a dispatch key; simulate that with another key.
     other = torch._C.DispatchKeySet(torch._C.DispatchKey.Conjugate)
     with torch._C._ExcludeDispatchKeyGuard(other):
         assert torch.equal(torch.autograd.grad(train_(x), x, dy)[0], 0.5 * dy)
     assert module.counts() == (2, 2)
     with torch.no_grad():
         assert not train_(x).requires_grad
-    # Whatever is unusual goes back to Python.
+    # Unusual calls return None, so that Python handles them.
     other = torch.arange(13.0)[1:].view(4, 3)
     assert train_(other) is None, "not aligned"
     assert train_(x.double()) is None
@@ -166,7 +166,7 @@ def test_saved_tensor_hooks_and_double_backward_go_through_python(module):
     y = module.train_(x, None, None, None, *running, *rest)
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
         y.backward(torch.ones(5, 2))
-    assert torch.equal(x.grad, 0.5 * torch.ones(5, 2))  # compiled autograd calls it as it is
+    assert torch.equal(x.grad, 0.5 * torch.ones(5, 2))  # compiled autograd does not trace the node
 
     y = module.train_(x, None, None, None, *running, *rest)
     with torch.no_grad():
@@ -176,7 +176,7 @@ def test_saved_tensor_hooks_and_double_backward_go_through_python(module):
 
 
 class Wrapped(torch.Tensor):
-    """A tensor without memory of its own, such as one that is kept compressed."""
+    """A tensor without storage of its own, such as a compressed tensor."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -211,7 +211,7 @@ def test_unusual_tensors_go_to_python(module):
     y.backward(torch.ones(4, 5))
     assert len(otherwise) == 1
 
-    # Nothing is launched again once a launch has moved the averages.
+    # If a launch fails after another one has moved the averages, there is no fallback, which would move them again.
     two = launches(30, (0, 1, 15)) * 2
     x = torch.arange(30.0).reshape(6, 5)
     module.add_forward(x, None, None, None, True, False, 1, False, ((5, 1), (), 0, 0, two))
@@ -344,7 +344,7 @@ def test_on_a_gpu_everything_unusual_still_works(built):
     y.square().sum().backward()
     assert layer.num_batches_tracked == count + 1
     expected = torch.autograd.grad(layer(x).square().sum(), x)[0]
-    # Another stream has another workspace.
+    # Use another stream, which has its own workspace.
     other = torch.cuda.Stream()
     other.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(other):
@@ -356,14 +356,14 @@ def test_on_a_gpu_everything_unusual_still_works(built):
     (dx,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
     (ddx,) = torch.autograd.grad(dx.square().sum(), x)
     assert ddx.isfinite().all()
-    # One CUDA graph of what was taught before.
+    # Capture calls of known shapes in a CUDA graph.
     graph, leaf = torch.cuda.CUDAGraph(), x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
     with torch.cuda.graph(graph):
         (captured,) = torch.autograd.grad(layer(leaf).square().sum(), leaf)
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(captured, expected)
-    # A network in which it is compiled.
+    # Compile the layer as part of a network.
     with torch.no_grad():
         layer.weight.copy_(torch.rand(32))
     before = {k: v.clone() for k, v in layer.state_dict().items()}

@@ -121,7 +121,7 @@ def test_memsets_that_stay(graph):
     graph.lossy = {graph.add(MEMSET, graph.add(KERNEL))}
     assert replace_memsets(1) == 0
     other = graph.add(MEMSET)
-    graph.add(ALLOCATION, other)  # the driver does not remove nodes of such a graph
+    graph.add(ALLOCATION, other)  # the driver cannot remove nodes from a graph with allocations
     before = dict(graph.kinds)
     assert replace_memsets(1) == 0
     assert graph.kinds == before

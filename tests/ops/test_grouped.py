@@ -1,4 +1,4 @@
-"""Several layers in one launch: against the float64 oracle, layer by layer, by every kind of launch."""
+"""Compare launches for several layers with the float64 oracle, layer by layer, for every kind of launch."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from batchnorm.ops.cuda import grouped, resident, schedule
 from batchnorm.ops.cuda.launch import STATS
 from batchnorm.ops.cuda.layout import Geometry
 
-# Triton's interpreter meets it in numpy >= 1.25.
+# Triton's interpreter causes this warning with numpy >= 1.25.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
     pytest.mark.usefixtures("unwritten_is_nan"),
@@ -19,7 +19,7 @@ H, W = 4, 4
 
 
 class Layers:
-    """Layers whose inputs are slices of one tensor, but for the last, and whose outputs are slices of another."""
+    """Layers whose outputs are slices of one tensor; all inputs but the last are slices of another tensor."""
 
     def __init__(self, channels, dtype, device, activation="relu", examples=3):
         self.channels, self.activation, self.examples = channels, Activation(activation), examples
@@ -64,7 +64,7 @@ class Layers:
             assert_near(mean, 0.5 + 0.1 * (e.mean - 0.5), torch.float32, "running mean")
             assert_near(var, 2 + 0.1 * (e.var * self.rows / (self.rows - 1) - 2), torch.float32, "running var")
             assert (int(batches), int(skipped)) == (1, 0)
-        # What lies beside the slices is left alone.
+        # The kernels write nothing outside the slices.
         assert torch.equal(self.out[:, :8], edges[0])
         assert torch.equal(self.dx[:, -8:], edges[1])
 
@@ -106,7 +106,7 @@ def test_the_launch_that_is_chosen(device):
 @pytest.mark.parametrize(
     ("channels", "dtype", "parts", "groups"),
     [
-        ((32, 64, 40, 8), torch.bfloat16, 3, 2),  # slices that are not full; programs go from layer to layer
+        ((32, 64, 40, 8), torch.bfloat16, 3, 2),  # partly full slices; a program runs several layers
         ((32, 64, 40, 8), torch.bfloat16, 1, 8),
         ((24, 16), torch.float32, 2, 1),
         ((64,), torch.bfloat16, 2, 1),
@@ -121,7 +121,7 @@ def test_resident_kernels(resident_device, channels, dtype, parts, groups):
 def test_words_that_earlier_launches_used_as_barriers(monkeypatch, resident_device, kind):
     def used(x, floats, words):
         left = torch.full((words,), -(2**31), dtype=torch.int32, device=x.device)
-        left[:2] = 0  # in every launch, the ticket and the first layer's count
+        left[:2] = 0  # every launch leaves 0 in the ticket and in the first layer's count
         return x.new_empty(floats, dtype=torch.float32), left
 
     monkeypatch.setattr(grouped, "workspace", used)

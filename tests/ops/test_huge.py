@@ -1,4 +1,4 @@
-"""Tensors of more than 2^31 elements, whose offsets do not fit into 32 bits; a small one shows that the check works."""
+"""Test tensors of more than 2^31 elements, whose offsets need 64 bits; a small tensor tests the check itself."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def test_offsets_beyond_32_bits(device, shape, channels_last):
     form = torch.channels_last if channels_last else torch.contiguous_format
     x, dy = (torch.empty(shape, dtype=torch.bfloat16, device=device, memory_format=form).normal_() for _ in range(2))
     assert device == "cpu" or x.numel() > 2**31
-    x[-1] += 3  # an example that is missed at the end shows
+    x[-1] += 3  # so that the test fails if a kernel misses the last example
     channels = shape[1]
     gamma, beta = (torch.rand(channels, device=device).requires_grad_() for _ in range(2))
     leaf = x.requires_grad_()

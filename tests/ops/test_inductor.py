@@ -1,4 +1,4 @@
-"""What a compiled backward pass recomputes instead of keeping."""
+"""Test which tensors a compiled backward pass recomputes instead of saving them."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ SHAPE = (2, 8, 6, 6)
 
 @pytest.fixture(autouse=True)
 def _fresh():
-    """Compile everything again, although another run may have left compiled code in a cache."""
+    """Compile everything again, even if an earlier run has left compiled code in a cache."""
     torch._dynamo.reset()
     with torch._functorch.config.patch(enable_autograd_cache=False):
         yield

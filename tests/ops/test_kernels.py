@@ -1,6 +1,6 @@
-"""The fused kernels against the float64 oracle: interpreted on CPU, or on a device where there is one.
+"""Compare the fused kernels with the float64 oracle, on a GPU or interpreted on the CPU.
 
-Outputs start as NaN (torch fills what it allocates, by the fixture below), so that an unwritten value fails.
+Outputs start as NaN (by the fixture unwritten_is_nan), so that tests fail if a value is not written.
 """
 
 import pytest
@@ -15,7 +15,7 @@ from batchnorm.ops.call import Call
 from batchnorm.ops.cuda import cached_pass, launch, schedule
 from batchnorm.ops.cuda.layout import geometry_of
 
-# Triton's interpreter meets it in numpy >= 1.25.
+# Triton's interpreter causes this warning with numpy >= 1.25.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning"),
     pytest.mark.usefixtures("unwritten_is_nan"),
@@ -23,8 +23,8 @@ pytestmark = [
 ON_DEVICE = torch.cuda.is_available()
 
 
-ALONE = Way("once", 256, 16)  # one program has a slice
-MET = Way("once", 64, 2)  # several programs share one
+ALONE = Way("once", 256, 16)  # one program per slice of channels
+MET = Way("once", 64, 2)  # several programs share a slice
 STREAM = Way("stream", 64, 0, 3)
 TREE = Way("stream", 64, 0, 40)  # so many parts that they are merged in two steps
 
@@ -33,7 +33,7 @@ CASES = [
     # way, shape, layout, dtype, activation, residual: each row is one path through the kernels
     (ALONE, (4, 5, 6, 6), "first", torch.float32, ("relu",), False),
     (ALONE, (4, 24, 3, 5), "last", torch.bfloat16, ("relu",), True),
-    (ALONE, (3, 7, 5), "first", torch.float16, ("sigmoid",), False),  # odd length: one value an access
+    (ALONE, (3, 7, 5), "first", torch.float16, ("sigmoid",), False),  # odd length: one value per access
     (ALONE, (37, 9), "last", torch.float32, None, True),  # 2-D, odd channels, identity
     (MET, (4, 5, 6, 6), "first", torch.bfloat16, ("leaky_relu", 0.1), True),
     (MET, (4, 5, 7, 7), "first", torch.float32, ("relu",), True),  # bits across examples
@@ -79,14 +79,14 @@ def test_any_shape(n, c, size, layout, way, activation, has_residual):
     x = arranged(shape, layout, torch.float32, device)
     residual = arranged(shape, layout, torch.float32, device, 0.0) if has_residual else None
     got, e = run(x, way, activation, residual)
-    # Two values of a channel may be equal to within rounding: 1/std is then as large as eps lets it be.
+    # A channel may have two values that differ only by rounding. Then 1/std is as large as eps permits.
     compare(x, got, e, residual, scale=max(1.0, float((e.var + EPS).rsqrt().max()) / 10))
 
 
 @pytest.mark.parametrize("way", [ALONE, MET, STREAM])
 @pytest.mark.parametrize("layout", ["first", "last"])
 def test_mean_a_million_standard_deviations(device, layout, way):
-    # float32 has a spacing of 1/16 there: x is what it is, but nothing more may be lost
+    # near 1e6, float32 values are multiples of 1/16; x itself is rounded, but the kernels may lose nothing more
     x = arranged((4, 3, 5, 8), layout, torch.float32, device, 0.0) / 2 + 1e6
     got, e = run(x, way, ("relu",))
     compare(x, got, e)
@@ -166,7 +166,7 @@ def test_running_averages(device, layout, way):
     assert_near(running[0], (first + e.mean) / 2, torch.float32, "cumulative mean")
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy, interpreting inf - inf
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy's, for inf - inf
 @pytest.mark.parametrize("way", [ALONE, MET, STREAM])
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_non_finite_batches_are_counted_and_change_nothing(device, way, value):
@@ -191,7 +191,7 @@ def test_a_single_value_is_no_information(device):
 @pytest.mark.parametrize("at_once", [0, 1, 2, 16])
 def test_launches_that_overlap_leave_each_other_room(at_once, monkeypatch):
     monkeypatch.setattr(schedule, "AT_ONCE", at_once)
-    capacity = 132 * 16  # warps of 128 registers a thread
+    capacity = 132 * 16  # warps that fit, with 128 registers per thread
     for channels, rows in ((64, 32 * 32 * 32), (192, 32 * 16 * 16), (96, 32 * 8 * 8), (320, 32 * 4 * 4), (64, 10**6)):
         g = geometry_of(torch.empty(1, rows, 1, channels, device="meta").permute(0, 3, 1, 2))
         for backward in (False, True):

@@ -1,4 +1,4 @@
-"""What launches have in common is found once, and told apart where Triton would compile again."""
+"""Test the launch cache: launches share an entry unless Triton would compile them separately."""
 
 import ctypes
 
@@ -15,7 +15,7 @@ from batchnorm.ops.torch_state import is_unseen
 
 
 class Kernel:
-    """Stands for a compiled Triton kernel, which no CPU can run: counts what is compiled, keeps what it is given."""
+    """A stand-in for a compiled Triton kernel that counts compilations and records its arguments."""
 
     def __init__(self):
         self.compiled, self.given = 0, None
@@ -42,7 +42,7 @@ def test_a_launch_is_compiled_once_and_given_addresses():
     a, b = torch.zeros(4), torch.zeros(4)
     run((a, None), (0.5,), (1,))
     assert kernel.given == (a, None, 7, 8, 0.5, 1, "constant")
-    run((b, None), (0.25,), (1,))  # other numbers are no other code
+    run((b, None), (0.25,), (1,))  # other values need no other code
     assert kernel.given == (b.data_ptr(), None, 7, 8, 0.25, 1, "constant")
     assert kernel.compiled == 1
 
@@ -75,7 +75,7 @@ def test_arguments_lie_where_the_kernel_reads_them():
 
 @pytest.mark.gpu
 def test_compiled_kernels_are_launched_by_the_driver():
-    """Slow launches would still be right: nothing else would tell."""
+    """Launches by Triton would give the same results, only slower, so no other test would notice them."""
     x = torch.randn(4, 8, 6, 6, device="cuda")
     for shape in ((x, False), (x, True)):
         for one in launch.pass_of(*shape, False).launches:

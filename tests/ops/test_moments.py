@@ -47,7 +47,7 @@ def test_merging_keeps_digits_of_a_large_mean():
     x = torch.randn(64, 2) + 1e6
     got = merge(stack(*(moments_of(p) for p in x.split(16))))
     torch.testing.assert_close(got.var.double(), x.double().var(0, correction=0), rtol=0.1, atol=0)
-    # The means are float32 near 1e6, multiples of 1/16: what is between the parts is known to that.
+    # The means are near 1e6, where float32 values are multiples of 1/16.
     assert (got.mean.double() - x.double().mean(0)).abs().max() <= 1 / 16
 
 

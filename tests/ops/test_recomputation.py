@@ -1,4 +1,4 @@
-"""recompute(): what is kept, that nothing else changes, and the situations in which it has to stand back."""
+"""Test recompute(): which tensors it saves, that results do not change, and cases in which it must not recompute."""
 
 import copy
 import gc
@@ -34,7 +34,7 @@ def gradients(net, x, *, less, forward=None, loss=lambda y: y.square().sum()):
 
 
 def assert_same(net, x, **options):
-    """Loss, gradients and running statistics with recompute() are those without it, bit for bit."""
+    """Check that loss, gradients and running statistics are bit for bit the same with and without recompute()."""
     plain, less = (gradients(net, x, less=less, **options) for less in (False, True))
     torch.testing.assert_close(less, plain, rtol=0, atol=0)
 
@@ -57,7 +57,7 @@ def chain(layers=3, channels=8, activation="relu", **options):
     )
 
 
-LARGE = (32, 8, 24, 24)  # past what torch's kernels take on the CPU
+LARGE = (32, 8, 24, 24)  # too large for torch's kernels on the CPU
 SMALL = (4, 8, 6, 6)
 
 
@@ -132,7 +132,7 @@ def test_calls_with_more_than_an_input(forward):
 @pytest.mark.parametrize("shape", [SMALL, LARGE], ids=["native", "passes"])
 def test_one_tensor_per_layer(shape):
     x = torch.randn(shape)
-    # And a few numbers a channel, which are not nothing beside the smaller tensor.
+    # A layer also saves a few numbers per channel, which matter next to the smaller tensor.
     assert kept(chain(4), x, less=False) == pytest.approx(8, abs=0.2)
     assert kept(chain(4), x, less=True) == pytest.approx(4, abs=0.2)
 
@@ -165,7 +165,7 @@ class Module(nn.Module):
 
 def test_a_concatenation_is_made_again_from_its_parts():
     net, x = nn.Sequential(nn.Conv2d(8, 8, 1), *(Module() for _ in range(4)), nn.Conv2d(8, 8, 1)), torch.randn(LARGE)
-    # x of each layer; without recompute() its output too, and the concatenated outputs.
+    # Each layer saves its input; without recompute(), also its output, and the concatenated outputs are saved.
     assert kept(net, x, less=True) == pytest.approx(5, abs=0.1)
     assert kept(net, x, less=False) > 8.9
     assert_same(net, x)
@@ -198,7 +198,7 @@ def test_the_appendix_network():
 
 @pytest.fixture
 def counted(monkeypatch):
-    """Number of outputs computed again."""
+    """Return a list that grows by one entry each time that an output is recomputed."""
     times = []
     compute = recomputation.Recomputed.compute
     monkeypatch.setattr(recomputation.Recomputed, "compute", lambda recipe: times.append(recipe) or compute(recipe))
@@ -222,7 +222,7 @@ def test_what_was_computed_is_freed_at_the_end_of_the_backward_pass(counted):
     with bn.recompute():
         y = norm(torch.randn(SMALL, requires_grad=True))
         a, b = conv(y).square().sum(), other(y).square().sum()
-    (first,) = torch.autograd.grad(a, conv.weight, retain_graph=True)  # the other reader does not come
+    (first,) = torch.autograd.grad(a, conv.weight, retain_graph=True)  # the other convolution does not ask for y
     assert counted[0].value is None
     (a + b).backward()
     torch.testing.assert_close(conv.weight.grad, first, rtol=0, atol=0)
@@ -234,7 +234,7 @@ def test_nothing_is_left_behind():
         loss = net(x).sum()
     loss.backward()
     with bn.recompute():
-        loss = net(x).sum()  # and a graph that no backward pass goes through
+        loss = net(x).sum()  # a graph without a backward pass
     del loss
     gc.collect()
     assert not [
@@ -298,7 +298,7 @@ def test_an_output_changed_in_place_before_it_is_read():
         y[:, 2] = 0
         return net[1](y)
 
-    # silu: the others' derivative is computed from y itself, so autograd does not allow it.
+    # Use silu: other activations save y for their derivative, so autograd does not allow changing y in place.
     assert_same(
         nn.Sequential(bn.BatchNorm2d(8, activation="silu"), nn.Conv2d(8, 4, 3)), torch.randn(LARGE), forward=forward
     )
@@ -483,7 +483,7 @@ def test_fused_kernels_compute_the_same_bits_again(layout, has_residual, activat
 @pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last], ids=["first", "last"])
 @pytest.mark.parametrize("activation", ["identity", "relu", "leaky_relu", "sigmoid", "tanh", "silu"])
 def test_large_tensors_have_the_same_bits_again(shape, layout, activation):
-    # One kernel computes them first, another one again.
+    # One kernel computes the outputs, and another one recomputes them.
     x = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) + 3).contiguous(memory_format=layout)
     residual = torch.randn_like(x) if activation in ("relu", "leaky_relu") else None
     gamma, beta = torch.randn(shape[1], device="cuda"), torch.randn(shape[1], device="cuda")
@@ -518,7 +518,7 @@ def test_captured_in_a_graph():
             p.grad = None
         with bn.recompute():
             loss = net(x).square().sum()
-        # Else sums of convolutions' gradients may differ from run to run.
+        # Otherwise, sums in the convolutions' gradients may differ from run to run.
         with torch.backends.cudnn.flags(enabled=True, deterministic=True, benchmark=False):
             loss.backward()
 

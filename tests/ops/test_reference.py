@@ -1,4 +1,4 @@
-"""The first rungs of the ladder: hand-worked numbers, then autograd's own derivative of Algorithm 1."""
+"""Compare the reference with numbers worked out by hand, and with autograd's derivative of Algorithm 1."""
 
 import torch
 import torch.nn.functional as F
@@ -58,7 +58,7 @@ def test_the_six_equations_are_the_derivatives():
     grads = reference.batch_norm_backward(dy, x.detach(), gamma.detach(), 1e-3)
     wanted = torch.autograd.grad(out.y, (x, gamma, beta), dy)
     torch.testing.assert_close((grads.x, grads.gamma, grads.beta), wanted)
-    # The intermediate three, each with the quantities below it held fixed, as the chain rule reads.
+    # The three intermediate gradients are partial derivatives, with the other intermediate results held fixed.
     mu, var = out.mu.detach().requires_grad_(), out.var.detach().requires_grad_()
     y = gamma * ((x - mu) / torch.sqrt(var + 1e-3)) + beta
     dvar, dmu = torch.autograd.grad(y, (var, mu), dy)

@@ -1,6 +1,6 @@
-"""The kernel that keeps on chip what it has read: on a device where there is one, else emulated on the CPU.
+"""Test the kernel that keeps its input on chip, on a GPU or emulated on the CPU.
 
-Outputs start as NaN, so that an unwritten value fails.
+Outputs start as NaN, so that tests fail if a value is not written.
 """
 
 from itertools import product
@@ -41,7 +41,7 @@ def test_all_programs_of_a_plan_run_at_the_same_time(itemsize, processors):
 
 
 @pytest.mark.parametrize("shape", [(64, 192, 512, 512), (512, 64, 56, 56), (3, 2048, 7, 7), (4096, 1000, 14, 14)])
-@pytest.mark.parametrize("processors", [4, 16, 132])  # 16: a part of a device
+@pytest.mark.parametrize("processors", [4, 16, 132])  # with 16, a part of a GPU
 def test_there_are_programs_however_large_a_channel_is(shape, processors):
     for form in (torch.channels_last, torch.contiguous_format):
         g = geometry_of(torch.empty(shape, device="meta", memory_format=form))
@@ -73,7 +73,7 @@ CASES = [
     ((8, 64, 12, 12), "last", torch.bfloat16, ("relu",), False, 5, None),
     ((8, 64, 12, 12), "last", torch.bfloat16, ("relu",), True, 5, 1),
     ((8, 64, 12, 12), "last", torch.float16, ("leaky_relu", 0.1), True, 1, 1),
-    ((8, 40, 12, 12), "last", torch.float32, ("relu",), True, 3, 2),  # a slice that is not full
+    ((8, 40, 12, 12), "last", torch.float32, ("relu",), True, 3, 2),  # the last slice is not full
     ((500, 64), "last", torch.bfloat16, ("tanh",), False, 7, None),
     ((8, 6, 16, 16), "first", torch.bfloat16, ("relu",), False, 3, 2),
     ((8, 5, 16, 8), "first", torch.float16, ("silu",), False, 2, 1),
@@ -138,7 +138,7 @@ def test_gradients_where_the_derivative_jumps_are_torchs(device, activation, has
 KEPT = [((8, 64, 6, 6), "last"), ((8, 6, 16, 16), "first"), ((33, 16, 7, 7), "first")]
 
 
-@pytest.mark.parametrize("groups", [None, 1])  # 1: one slice after the other
+@pytest.mark.parametrize("groups", [None, 1])  # with 1, one slice after the other
 @pytest.mark.parametrize(("shape", "layout"), KEPT)
 def test_the_residual_may_be_kept_too(device, shape, layout, groups):
     x = arranged(shape, layout, torch.bfloat16, device)
@@ -156,7 +156,7 @@ MANY = [((40, 32, 16, 16), "last"), ((40, 3, 32, 16), "first"), ((500, 16, 7, 7)
 @pytest.mark.parametrize(
     ("residual", "kept", "parts"),
     [
-        (True, 27, 4),  # batches that come one after the other
+        (True, 27, 4),  # vectors are loaded in several batches
         *(pytest.param(*case, marks=pytest.mark.slow) for case in ((False, 14, 3), (False, 27, 4), (True, 14, 3))),
     ],
 )

@@ -1,4 +1,4 @@
-"""Running averages: their rules on the CPU's branching path and on the path without host synchronization."""
+"""Test the running averages on the CPU's path, which branches, and on the path without host synchronization."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""One bit per element: what kernels write and read, in both orders."""
+"""Test the sign bits, one per element, that kernels write and read in two orders."""
 
 import pytest
 import torch
@@ -32,5 +32,5 @@ def test_orders_are_exchanged_without_loss(shape):
     assert not is_woven(by_channel)
     assert torch.equal(unpack(by_channel, x), unpack(woven, x))
     assert torch.equal(rearrange(by_channel, x, True), woven)
-    # The order of a dense tensor, the first of eight neighbours in the lowest bit.
+    # Woven bits have the order of a dense tensor; the lowest bit of a byte belongs to the first of eight elements.
     assert [int(b) for b in unpack(woven, x).flatten()[:8]] == [int(woven[0, 0]) >> k & 1 for k in range(8)]

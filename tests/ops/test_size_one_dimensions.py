@@ -25,7 +25,7 @@ def last(t):
 
 
 def odd(t, memory=contiguous):
-    """Strides of 1 where the size is 1, as ``unsqueeze`` and kernels leave them."""
+    """Return the tensor with a stride of 1 in each dimension of size 1, as ``unsqueeze`` and some kernels do."""
     t = memory(t)
     return t.as_strided(t.shape, [1 if n == 1 else s for n, s in zip(t.shape, t.stride(), strict=True)])
 
@@ -35,12 +35,12 @@ def odd_last(t):
 
 
 def turned(t):
-    """Dense in an order that is neither layout."""
+    """Return a dense tensor whose dimensions are neither in contiguous nor in channels_last order."""
     return t.transpose(0, -1).contiguous().transpose(0, -1)
 
 
 def expanded(t):
-    """The same values all along the last dimension but one, with stride 0."""
+    """Return a tensor with the same values, at stride 0, along dimension 2."""
     return t[:, :, :1].expand(t.shape)
 
 
@@ -49,7 +49,7 @@ GRADIENTS = (contiguous, last, odd, odd_last, turned, expanded)
 
 
 def layer(frozen=False, recompute=False, **options):
-    """A layer in training; its function of x, the residual and the parameters."""
+    """Return a layer in training mode, as a function of x, the residual and the parameters."""
 
     def run(x, residual, gamma, beta, stats):
         kinds = {3: bn.BatchNorm1d, 4: bn.BatchNorm2d, 5: bn.BatchNorm3d}
@@ -105,7 +105,7 @@ ON_CUDA = ("compiled kernel", "residual", "bfloat16", "frozen", "frozen, relu, r
 
 
 def with_given_statistics(x, gamma, beta, mean, var, dy, activation, residual):
-    """The same fields as the oracle's, by plain operations in float64."""
+    """Return the same fields as the oracle, computed by plain operations in float64."""
     leaves = [None if t is None else t.detach().double().requires_grad_() for t in (x, gamma, beta, residual)]
     x64, gamma64, beta64, residual64 = leaves
     function = ops.Activation(activation or "identity")

@@ -1,4 +1,4 @@
-"""The pure form under torch.func, checked numerically: a wrong rule often gives a silent zero."""
+"""Check batch_norm numerically under torch.func's transforms, where a wrong rule often silently gives zero."""
 
 import pytest
 import torch

@@ -1,6 +1,6 @@
-"""A residual where vectors have values of two channels (7 x 7, 14 x 14): which order bits have, and who can read them.
+"""Test the order of sign bits if vectors have values of two channels (7 x 7, 14 x 14), and which kernels read them.
 
-Outputs start as NaN, so that an unwritten value fails.
+Outputs start as NaN, so that tests fail if a value is not written.
 """
 
 import pytest
@@ -22,7 +22,7 @@ pytestmark = [
 ]
 RELU = Activation("relu")
 SHAPE = (9, 16, 7, 7)
-STREAM = Way("stream", 256)  # a channel is two tiles: Triton's interpreter takes as long for small ones
+STREAM = Way("stream", 256)  # two tiles per channel; smaller tiles take the interpreter longer
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def drawn(device, shape=SHAPE, dtype=torch.bfloat16):
 
 
 def misaligned(t):
-    """The same values, dense, from an address that is no multiple of 16 bytes."""
+    """Return a dense copy at an address that is not a multiple of 16 bytes."""
     return torch.cat([t.flatten()[:1], t.flatten()])[1:].view(t.shape)
 
 
@@ -149,14 +149,14 @@ def test_launches_that_the_device_refuses(device, monkeypatch):
     monkeypatch.setattr(resident, "_kernel", lambda *_: Refusing())
     resident.prepared.cache_clear()
     y, stats, bits = forward(x, residual, p)
-    assert is_woven(bits)  # as torch.compile was told
+    assert is_woven(bits)  # torch.compile's fake kernel also returns this order
     assert torch.equal(unpack(bits, x), y > 0)
     check_backward(x, residual, bits, stats, p)
 
 
 @pytest.fixture
 def chosen(device, monkeypatch):
-    """Let small tensors and the CPU take the kernel of their own accord."""
+    """Make the dispatcher choose the kernel for small tensors and on the CPU, too."""
     monkeypatch.setattr(resident, "megabytes_of", lambda *_: 100.0)
     monkeypatch.setattr(resident, "runs_on", lambda _: True)
     caches = (cached_pass._pass, resident.choose)
@@ -243,7 +243,7 @@ def test_explain_says_what_runs(chosen, monkeypatch, kind, activation):
     gamma = gamma.bfloat16() if kind == "bfloat16 gamma" else gamma
     x = misaligned(x) if kind == "misaligned x" else x
     residual = misaligned(residual) if kind == "misaligned residual" else residual
-    if kind == "misaligned and sliced":  # copied, and aligned then
+    if kind == "misaligned and sliced":  # it is copied, and the copy is aligned
         residual = misaligned(torch.cat([residual, residual], 1))[:, :16]
     residual = residual.float() if kind == "float32 residual" else residual
     given = (x, gamma, beta, None if kind == "no residual" else residual)

@@ -1,4 +1,4 @@
-"""Every part of the paper that the library claims has public code that says so, and every public name says its part."""
+"""Test that docstrings cite every implemented part of the paper, and that every exported name cites its part."""
 
 import importlib
 import inspect

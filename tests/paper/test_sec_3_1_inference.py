@@ -19,7 +19,7 @@ def test_inference_is_one_linear_transform_per_activation():
 
 
 def test_stored_variance_is_unbiased():
-    # E over batches of m/(m-1) sigma_B^2 is Var[x]; without the factor a batch of 4 is a quarter too small.
+    # The mean of m/(m-1) sigma_B^2 over batches is Var[x]; without the factor, it is a quarter too small at m = 4.
     population = torch.randn(4096, 1, dtype=torch.float64) * 3
     layer = bn.BatchNorm1d(1, momentum=None).double()
     for batch in population.split(4):

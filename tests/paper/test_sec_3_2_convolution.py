@@ -1,4 +1,4 @@
-"""Section 3.2: BN over feature maps is the effective mini-batch m p q; a bias before it changes nothing."""
+"""Section 3.2: over feature maps, BN's effective mini-batch has m p q values; a bias before BN has no effect."""
 
 import pytest
 import torch

@@ -1,8 +1,9 @@
-"""Section 3.3: BN((aW)u) = BN(Wu), the Jacobian with respect to u unchanged, with respect to aW divided by a.
+"""Section 3.3: BN((aW)u) = BN(Wu); the Jacobian by u does not change, and the Jacobian by aW is divided by a.
 
-Exact for a > 0 where eps = 0 (for a < 0 the sign flips: the paper's "for a scalar a" needs a > 0). With eps > 0 the
-outputs differ by at most the bound below: y = gamma * c * v with c = a/sqrt(a^2 var + eps), and the two factors c
-differ by the relative amount |sqrt((var + eps)/(var + eps/a^2)) - 1|.
+If eps = 0, this is exact for a > 0. For a < 0, the output changes its sign, so the paper's "for a scalar a" needs
+a > 0. If eps > 0, the output is gamma * c * v, where v is Wu minus its mean, and c = a/sqrt(a^2 var + eps). The factor
+c differs from its value at a = 1 by the relative amount |sqrt((var + eps)/(var + eps/a^2)) - 1|, which bounds the
+difference.
 """
 
 import pytest
@@ -51,7 +52,7 @@ def test_jacobians(a):
     du_a, dw_a = torch.func.vjp(lambda u, w: layer(u, w, 0.0), u, a * w)[1](dy)
     torch.testing.assert_close(du_a, du)
     torch.testing.assert_close(dw_a, dw / a)
-    # The whole Jacobians, not just one product with them.
+    # Compare the whole Jacobians, not only their product with one vector.
     jac = torch.func.jacrev(lambda w: layer(u, w, 0.0))
     torch.testing.assert_close(jac(a * w), jac(w) / a)
 
@@ -70,8 +71,8 @@ def test_jacobians_with_eps(a, eps):
 @pytest.mark.parametrize("eps", [1e-5, 1e-3, 0.1])
 @pytest.mark.parametrize("a", [0.01, 0.5, 3.0, 100.0])
 def test_jacobians_with_eps_within_their_bound(a, eps):
-    # dy_i/dx_j = (delta_ij - 1/m) / s - v_i v_j / (m s^3) with v = x - mu and s = sqrt(var + eps): of the two terms one
-    # differs by the factor c of the outputs, the other by its third power.
+    # dy_i/dx_j = (delta_ij - 1/m) / s - v_i v_j / (m s^3) with v = x - mu and s = sqrt(var + eps). With aW, the
+    # first term changes by the factor c of the outputs, and the second by its third power.
     u, w, _ = problem()
     x, m = u @ w.T, len(u)
     v, var = x - x.mean(0), x.var(0, correction=0)

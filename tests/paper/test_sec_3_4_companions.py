@@ -1,4 +1,4 @@
-"""Section 3.4: in training an example's output depends on its companions, in evaluation on nothing but itself."""
+"""Section 3.4: an example's output depends on the other examples of its batch in training, but not in evaluation."""
 
 import torch
 
@@ -6,7 +6,7 @@ import batchnorm as bn
 
 
 def spread(layer, example, population, m, draws=400):
-    """Standard deviation of one example's output over random companions, averaged over features."""
+    """Return the standard deviation of one example's output over random batches, averaged over features."""
     generator = torch.Generator().manual_seed(m)
     outputs = []
     for _ in range(draws):
@@ -18,7 +18,7 @@ def spread(layer, example, population, m, draws=400):
 def test_training_output_depends_on_companions_less_and_less_with_m():
     population, layer = torch.randn(2000, 8), bn.BatchNorm1d(8, affine=False)
     spreads = {m: spread(layer, population[:1], population, m) for m in (4, 16, 64, 256)}
-    # The mean of m values moves like 1/sqrt(m): four times the batch, half the spread.
+    # The standard deviation of a mean of m values is proportional to 1/sqrt(m): four times the batch, half the spread.
     for m in (4, 16, 64):
         assert 0.3 < spreads[4 * m] / spreads[m] < 0.75, spreads
     assert spreads[4] > 0.2

@@ -13,7 +13,7 @@ def test_identity_transform(mean, std, seed):
     x = torch.randn(16, 4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * std + mean
     _, moments = bn.ops.batch_norm(x)
     for eps in (0.0, 1e-5, 1e-2):
-        # With eps inside the root, the root of Var + eps is what restores x exactly.
+        # BN divides by sqrt(Var + eps), so this value of gamma restores x exactly.
         y, _ = bn.ops.batch_norm(x, (moments.var + eps).sqrt(), moments.mean, eps)
         torch.testing.assert_close(y, x, rtol=1e-9, atol=1e-9)
 

@@ -11,7 +11,7 @@ from batchnorm.reproduce.mnist.training import Setting
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory):
-    """A real pair of runs, short."""
+    """Train a network with BN and one without for a few steps, and return the folder of the two runs."""
     out = tmp_path_factory.mktemp("runs")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -31,7 +31,7 @@ MARKUP = "</script></title><script>hacked=1</script><img src=x onerror=hacked=1>
 
 @pytest.fixture
 def hostile(tmp_path):
-    """Two runs of which every text is markup, or the name of a property that every object has."""
+    """Write two runs in which every text is HTML markup or the name of a property that all JavaScript objects have."""
     out = tmp_path / "hostile"
     for name, batch_norm in (("<script>hacked=1<", True), ("<img src=x onerror=hacked=1>", False)):
         folder = out / name

@@ -1,4 +1,4 @@
-"""The page in a real browser, headless: it loads without errors, its menus work, its figures are drawn."""
+"""Test the page in a headless browser: it loads without errors, its menus work, and its figures are drawn."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from batchnorm.report.runs import read_runs
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium was found; apt-get install chromium")
 
-# Runs before anything else on the page, ahead of its policy, and answers when the page has loaded.
+# A script that runs before the page's content security policy applies, and answers when the page has loaded.
 ASK = """<script>
 window.problems = [];
 addEventListener("error", (e) => problems.push(String(e.message || e.target.outerHTML)), true);
@@ -32,7 +32,7 @@ addEventListener("load", () => {
 
 
 def ask(page, tmp_path, question, *options, width=1100):
-    """Load the page with a question and return the answer; the browser must not complain."""
+    """Load the page, evaluate a question in it, and return the answer; the browser must report no problems."""
     text = page.read_text()
     text = text.replace("<head>", "<head>" + ASK % question, 1)
     asked = tmp_path / "asked.html"
@@ -147,7 +147,7 @@ def test_light_and_dark(page, tmp_path, scheme, dark):
 
 
 def test_it_fits_a_phone(page, tmp_path):
-    # The browser's window is never narrower than 500 pixels: a phone is a frame of its width.
+    # The browser's window is at least 500 pixels wide, so simulate a phone by a narrower frame.
     inner = tmp_path / "inner.html"
     inner.write_text(page.read_text())
     outer = tmp_path / "phone.html"
@@ -165,7 +165,7 @@ def test_it_fits_a_phone(page, tmp_path):
         "--allow-file-access-from-files",
     )
     assert found["count"] == 6
-    assert found["scroll"] <= found["width"] <= 390  # nothing sticks out sideways
+    assert found["scroll"] <= found["width"] <= 390  # no horizontal scrolling
     assert found["right"] <= 390
 
 

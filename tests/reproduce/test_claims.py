@@ -1,4 +1,4 @@
-"""The commands of Sections 1 to 3 on MNIST, short: what is certain about each, and what it writes."""
+"""Test short runs of the MNIST experiments of Sections 1 to 3: certain results, and the files that they write."""
 
 import json
 
@@ -69,7 +69,7 @@ def test_init_with_short_runs_gives_no_verdict(tmp_path, capsys):
 def test_saturation_starts_at_the_gaussian_tail_with_bn_and_everywhere_without():
     images = mnist().test.images[:500]
     plain, bn = (saturated(perceptron(batch_norm=b, std=1.0, seed=0), images, tail=0.05) for b in (False, True))
-    assert plain["sigmoid1"] > 0.6  # |x| is about sqrt(100 ones) = 10, against 2.94 = logit(0.95)
+    assert plain["sigmoid1"] > 0.6  # |x| is about sqrt(100) = 10, far above logit(0.95) = 2.94
     assert max(bn.values()) < 0.05  # P(|N(0, 1)| > 2.94) = 0.3%
 
 

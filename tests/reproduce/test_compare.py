@@ -1,4 +1,4 @@
-"""``batchnorm compare`` on a small network of one's own, really trained."""
+"""Test ``batchnorm compare`` on a small user network that is actually trained."""
 
 import json
 import math
@@ -57,7 +57,7 @@ def test_what_is_missing_is_trained_and_all_of_it_is_compared(folder, tmp_path, 
     words[2] = words[2].replace("plain", function)
     for name, change in zip(("without-bn", "with-bn"), changes, strict=True):
         for seed in range(2):
-            if (function, name, seed) != ("plain", "with-bn", 1):  # which is left to the command
+            if (function, name, seed) != ("plain", "with-bn", 1):  # the command trains this one
                 trained(folder, tmp_path, function, change, name, seed)
     capsys.readouterr()
     assert main([*words, "--out", str(tmp_path)]) == 0
@@ -86,12 +86,12 @@ def test_what_is_missing_is_trained_and_all_of_it_is_compared(folder, tmp_path, 
 
 
 def test_the_intervals():
-    # Welch's interval by hand: variances 1e-4 and 4e-4 of three each; 2.94 degrees of freedom, rounded down to 2.
+    # Welch's interval by hand: three values each, with variances 1e-4 and 4e-4; 2.94 degrees of freedom, rounded to 2.
     before, after = [0.49, 0.50, 0.51], [0.58, 0.60, 0.62]
     gap, low, high = difference(before, after, 10**12)
     half = 4.30 * math.sqrt(1e-4 / 3 + 4e-4 / 3)
     assert (gap, low, high) == pytest.approx((0.1, 0.1 - half, 0.1 + half), abs=1e-5)
-    # Seeds that agree leave the chance of the images.
+    # If all seeds agree, only the random choice of the validation images remains.
     assert interval([0.5, 0.5], 100) == pytest.approx((0.5 - 0.098, 0.5 + 0.098))
     assert verdict(gap, low, high).startswith("batch normalization helps: the difference is +10.0 points")
     assert verdict(-0.1, -0.2, -0.05).startswith("batch normalization hurts")
@@ -112,7 +112,7 @@ def test_what_cannot_be_compared_is_said_first(words, tmp_path, capsys, more, sa
     words = [*words, *more.split(), "--out", str(tmp_path / "out")]
     try:
         status = main(words)
-    except SystemExit as stop:  # an option that the command does not have
+    except SystemExit as stop:  # the command has no such option
         status = stop.code
     assert status == 2
     assert says in capsys.readouterr().err

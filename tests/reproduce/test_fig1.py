@@ -1,4 +1,4 @@
-"""Figure 1's experiment, short: what it writes, how it stops and goes on, and the one gap that is certain."""
+"""Test a short run of Figure 1's experiment: its files, stopping and resuming, and the accuracy gap by BN."""
 
 import json
 import signal
@@ -65,7 +65,7 @@ def test_batch_normalization_trains_faster_at_an_equal_rate(finished):
 
 def test_the_folded_network_is_the_unfolded_one(finished):
     summary = json.loads((finished / "with-bn" / "summary.json").read_text())["accuracy"]
-    assert summary["folded"] == pytest.approx(summary["population"], abs=1.5e-4)  # rounding may turn one of 10,000
+    assert summary["folded"] == pytest.approx(summary["population"], abs=1.5e-4)  # rounding may change one of 10,000
     assert summary["population"] == pytest.approx(summary["running"], abs=0.03)
 
 
@@ -155,7 +155,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_a_report(tmp_path):
     assert not (out / "result.json").exists()
     for name in names:
         state = torch.load(out / name / "checkpoint.pt", weights_only=True)
-        assert state["step"] // 100 * 100 == _steps(out / name) >= 200  # it may stop between two lines
+        assert state["step"] // 100 * 100 == _steps(out / name) >= 200  # it may stop between two records
         assert not (out / name / "summary.json").exists()
 
 

@@ -1,4 +1,4 @@
-"""Figures 2 and 3 from networks that are really trained, a few steps each, side by side and over several sessions."""
+"""Test Figures 2 and 3 with networks that are trained for a few steps, in parallel and over several sessions."""
 
 import json
 import re
@@ -62,7 +62,7 @@ def run(data, plan, out, **options):
 
 @pytest.fixture(scope="module")
 def session(data, plan, tmp_path_factory):
-    """Two runs side by side, then a third that cannot go well."""
+    """Train two runs in parallel, and a third that diverges."""
     out = tmp_path_factory.mktemp("fig2")
     run(data, plan, out, jobs=2, only=("plain", "normalized", "far"), commit="1234abc")
     return out
@@ -83,7 +83,7 @@ def test_what_a_run_leaves(session):
     assert 0 <= result["result"]["train_top1"] <= 1
     assert result["environment"]["commit"] == "1234abc"
     assert result["seconds"] > 0
-    # The training batches' means are of the steps since the validation before.
+    # Each training loss is the mean over the steps since the previous validation.
     lines = [json.loads(line) for line in (session / "runs/normalized/metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
     assert result["columns"][-1] == "val_loss"
@@ -112,7 +112,7 @@ def test_what_a_session_publishes(session):
 def test_figures_are_made_of_the_files_alone(plan, session, tmp_path, capsys):
     shutil.copytree(session / "results", tmp_path / "results")
     words = ["--plan", str(plan), "--results", str(tmp_path / "results"), "--out", str(tmp_path / "out")]
-    decoded = tmp_path / "out" / "decoded" / "train-8px-0.safetensors"  # of a session that trains meanwhile
+    decoded = tmp_path / "out" / "decoded" / "train-8px-0.safetensors"  # as if from a session that is training now
     decoded.parent.mkdir(parents=True)
     decoded.touch()
     assert main(["reproduce", "fig2", *words]) == 0
@@ -127,7 +127,7 @@ def test_a_folder_of_results_that_is_not_there(tmp_path, capsys):
     assert (
         "no has no result files: add --data DIR to train, or give --results another folder" in capsys.readouterr().err
     )
-    assert main(["reproduce", "fig2", "--out", str(tmp_path / "out")]) == 2  # nor anything else to make figures of
+    assert main(["reproduce", "fig2", "--out", str(tmp_path / "out")]) == 2  # no results, either
     assert "out/results has no result files" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
@@ -161,10 +161,10 @@ def test_it_goes_on_where_it_was_stopped(data, plan, session, tmp_path):
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     code, missing = process.wait(), json.loads((tmp_path / "fig2.json").read_text())["not yet run"]
-    assert code == 130 or missing == ["far"]  # on a busy machine the signal may come after the end
+    assert code == 130 or missing == ["far"]  # on a busy machine, the runs may finish before the signal
     assert missing[-1] == "far"
     assert all(list((path.parent / "checkpoints").glob("step-*")) for path in runs)
-    run(data, plan, tmp_path, only=("plain", "normalized"), jobs=2)  # as many threads each as before: the same bits
+    run(data, plan, tmp_path, only=("plain", "normalized"), jobs=2)  # with as many threads as before, for equal bits
     for name in ("plain", "normalized"):
         assert read(tmp_path, name)["curve"] == read(session, name)["curve"]
         assert read(tmp_path, name)["result"]["top1"] == read(session, name)["result"]["top1"]
@@ -272,7 +272,7 @@ def test_the_committed_plan_is_complete(tmp_path):
         plan.chosen((), ("bn-x5-seed1", "bn-x5-seed9"))
     with pytest.raises(FileNotFoundError, match="paperrates: no such file; the library's plans are fig2, paper-rates"):
         read_plan("fig2", Path("paperrates"))
-    for run in plan.runs:  # the best of each: the third rate
+    for run in plan.runs:  # the third rate of each variant is the best
         third = sorted(one.recipe.rate for one in plan.runs if one.variant == run.variant)[2]
         result = {"top1": 0.3 if run.recipe.rate == third else None}
         (tmp_path / f"{run.name}.json").write_text(json.dumps({"result": result}))
@@ -352,7 +352,7 @@ runs = [{ name = "faster", recipe = "bn-x5" }]
 
 @pytest.mark.slow
 def test_a_sitting_needs_only_the_result_files_of_the_ones_before(data, tmp_path):
-    """The end of a sweep sets the rates of the other runs, in the same session or in a later one elsewhere."""
+    """When a sweep is finished, it sets the rates of other runs, in the same session or in a later one elsewhere."""
     plan = tmp_path / "plan.toml"
     plan.write_text(SWEEP)
     run(data, plan, tmp_path / "whole", jobs=2)
@@ -424,7 +424,7 @@ def test_the_steps_in_the_documentation_are_the_whole_plan():
     assert [len(step) for step in names] == [12, 12, 12, 12, 6]
     plan = read_plan("fig2")
     assert sorted(name for step in names for name in step) == sorted([*(run.name for run in plan.runs), *plan.waiting])
-    # Only finished sweeps set the rates of a step.
+    # The rates of each step's runs come from sweeps that earlier steps have finished.
     swept = [{name.split("-", 2)[2] for name in step if name.startswith("rate-")} for step in names]
     assert swept[:2] == [{"inception", "bn-baseline"}, {"bn-x5"}]
     assert {plan.waiting[name] for name in names[1] if name in plan.waiting} == {"the sweep of inception"}

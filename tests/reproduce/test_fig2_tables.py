@@ -1,4 +1,4 @@
-"""Figure 3, its companions and the verdicts from hand-made results, with numbers computed by hand."""
+"""Test Figure 3, its related tables and the verdicts on made-up results, against numbers computed by hand."""
 
 import json
 from dataclasses import asdict
@@ -21,7 +21,7 @@ ENVIRONMENT = {"hardware": "a CPU", "cores": 2, "gpu": "a GPU", "torch": "2.11",
 
 @pytest.fixture
 def results(tmp_path):
-    """A folder, and how to put results into it and read them."""
+    """Return an object that writes made-up results to a folder and reads them."""
 
     class Results:
         folder, plan = tmp_path / "results", PLAN
@@ -56,7 +56,7 @@ def results(tmp_path):
 
 
 def judged(results, claim):
-    """The verdict on a claim, without the number of seeds."""
+    """Return the verdict on a claim, without the number of seeds."""
     (found,) = [v for v in verdicts(results.plan, results.read()) if v.claim.startswith(claim)]
     return found._replace(verdict=found.verdict.split(",")[0])
 
@@ -76,7 +76,7 @@ def test_figure3(results):
     assert rows[0][:9] == [
         "inception", "2", "3,000 (never, 3,000)", "31.0M", "1.0", "1.0", "41.0% (40.0%, 42.0%)", "72.2%", "3,000",
     ]  # fmt: skip
-    # Best-tuned: 0.45 at 2000, which BN-Baseline's mean passes at 2000 with 0.46.
+    # The best-tuned network without BN reaches 0.45 at step 2000. BN-Baseline's mean is 0.46 there, so the ratio is 1.
     assert rows[1] == [
         "bn-baseline", "2", "2,000 (1,000, 2,000)", "13.3M", "1.5", "2.3", "46.0% (45.0%, 47.0%)", "72.7%", "2,000",
         "47.0%", "1.0 (1.0, 1.0)",
@@ -237,7 +237,7 @@ def test_ten_times_chance_is_not_asked_of_few_classes(results, monkeypatch):
 
 @pytest.mark.parametrize(("accuracy", "verdict"), [(0.0139, "seen"), (0.0141, "not seen")])
 def test_the_sigmoid_without_bn(results, accuracy, verdict):
-    # Chance is 1%; its standard error over 10,000 images is 0.0995%, and four of them are asked for.
+    # Chance is 1%, and its standard error over 10,000 images is 0.0995%. Above chance means more than four of these.
     results.add("inception-sigmoid-xavier", {100: 0.01, 200: accuracy})
     assert judged(results, "Inception with sigmoid fails to train (Xavier").verdict == verdict
     assert judged(results, "Inception with sigmoid fails to train (Kaiming").verdict == "not run yet"
@@ -255,7 +255,7 @@ def test_the_high_rate_without_bn(results):
         ["inception-x5", "kaiming", "0", "0.0075", "900", "overflowed by step 900", "diverged by step 900"],
         ["inception-x5", "xavier", "0", "0.0075", "800", "reached 45.0%", "45.0%"],
     ]
-    # A network that stays at chance has failed as well, if not by overflow.
+    # A network that stays at chance has also failed, although without overflow.
     results.add("inception-x5-xavier", {800: 0.012})
     found = judged(results, "Inception at 5 times the rate fails to train (Xavier")
     assert (found.verdict, found.found) == ("seen", "stayed at chance (1.2%)")
@@ -273,7 +273,7 @@ def test_nothing_is_read_from_runs_that_fail_alike_with_and_without_bn(results):
     study = Study(PLAN, finished, untrusted)
     (part,) = [part for part in sections(Studies(study)) if part.heading == "Runs that do not count"]
     assert part.rows == [["run"], ["bn-x5-seed0"], ["inception-x5-kaiming"]]
-    # An early failure without BN is a result as long as the networks with BN do better.
+    # An early failure without BN counts if the networks with BN do better.
     results.add("bn-x5-seed0", {400: 0.3})
     assert trusted(results.read()) == (results.read(), [])
 
@@ -301,7 +301,7 @@ def test_rates(results):
         "with BN reaches at least half of its best accuracy at rates from 0.0015 to 0.045 (tried: 0.0015 to 0.15)."
         in found.text
     )
-    # 40% without BN is reached at step 800; with BN at 0.015 the accuracies are 25% and 50%: at 800 as well.
+    # Without BN, 40% is reached at step 800. With BN at rate 0.015, the accuracies are 25% and 50%: also at step 800.
     assert "(0.0075 without BN, 0.015 with BN), the network with BN takes 1.0 times fewer" in found.text
     found = rates(sweep(results, WITH, WITHOUT).read())
     assert found.text.endswith("the network with BN never reaches the best accuracy of the network without BN.")
@@ -361,7 +361,7 @@ def test_less_dropout(results, without, verdict):
 def test_what_dropout_is_worth(results, with_bn, verdict):
     results.plan = read_plan("fig2", Path("dropout"))
     with_dropout(results, "inception", 0, (0.30, 0.30, 0.30))
-    with_dropout(results, "inception", 40, (0.32, 0.33, 0.32))  # 2 or 3 points
+    with_dropout(results, "inception", 40, (0.32, 0.33, 0.32))  # 2 or 3 points better
     with_dropout(results, "bn-baseline", 0, (0.50, 0.50, 0.50))
     with_dropout(results, "bn-baseline", 40, with_bn)
     assert judged(results, WORTH).verdict == verdict
@@ -380,7 +380,7 @@ def test_dropout_is_not_tested_without_visible_overfitting(results, gap, losses)
     assert found.found.startswith(
         "no network overfits visibly at 0% dropout (training and validation accuracy: without"
     )
-    with_dropout(results, "inception", 0, (0.5, 0.5, 0.5))  # which overfits: dropout has something to prevent
+    with_dropout(results, "inception", 0, (0.5, 0.5, 0.5))  # overfits, so dropout can help
     assert judged(results, REMOVED).verdict == "confirmed"
 
 
@@ -468,7 +468,7 @@ def test_the_claims_at_every_choice_of_rates(results, tmp_path):
 
 def test_bn_trains_where_inception_fails(results):
     claim = "BN trains at higher rates"
-    sweeps(results)  # whose rates differ with and without BN, so that they do not decide
+    sweeps(results)  # not decisive, because rates differ with and without BN
     assert judged(results, claim).verdict == "not run yet"
     of_three(results, "bn-baseline-x5", {400: 0.3})
     assert judged(results, claim).verdict == "not run yet"
@@ -491,7 +491,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_published_tables_are_made_again_from_the_result_files(tmp_path, monkeypatch):
-    monkeypatch.setattr("batchnorm.reproduce.imagenet.fig2.pictures", lambda *_: [])  # depend on matplotlib's version
+    # Do not draw the figures, because their bytes depend on matplotlib's version.
+    monkeypatch.setattr("batchnorm.reproduce.imagenet.fig2.pictures", lambda *_: [])
     assert main(["reproduce", "fig2", "--results", str(ROOT / "results/fig2"), "--out", str(tmp_path)]) == 0
     assert (tmp_path / "fig2.md").read_bytes() == (ROOT / "results/fig2/fig2.md").read_bytes()
     assert (tmp_path / "fig2.json").read_bytes() == (ROOT / "results/fig2.json").read_bytes()

@@ -1,4 +1,4 @@
-"""Figure 4 from members that are really trained, a few steps each, side by side and over several sessions."""
+"""Test Figure 4 with members that are trained for a few steps, in parallel and over several sessions."""
 
 import json
 import shutil
@@ -61,13 +61,13 @@ def plan(tmp_path_factory):
 
 
 def run(data, plan, out, **options):
-    # At least two at a time, so that each has one thread: on shared cores more would only wait for each other.
+    # With two jobs, each has one thread. Other tests use the same cores, so more threads would only wait.
     return fig4(Fig4(data, out, plan=plan, device="cpu", workers=0, jobs=2, **options))
 
 
 @pytest.fixture(scope="module")
 def session(data, plan, tmp_path_factory):
-    """Two members side by side."""
+    """Train two members in parallel."""
     out = tmp_path_factory.mktemp("fig4")
     run(data, plan, out, only=TWO, commit="1234abc")
     return out
@@ -164,7 +164,7 @@ def test_result_files_without_probabilities_do_not_count(plan, session, tmp_path
     result = read(tmp_path / "out")
     assert set(result["members"]) == {"apart"}
     assert result["missing"]["five"].startswith("left out of the ensemble: five.npz is missing; add --data DIR")
-    assert [row["model"] for row in result["rows"][:4]] == ["five", "five", "apart", "apart"]  # alone all the same
+    assert [row["model"] for row in result["rows"][:4]] == ["five", "five", "apart", "apart"]  # still listed on its own
 
 
 def test_a_later_session_goes_on_from_the_files_alone(data, plan, session, tmp_path):
@@ -176,7 +176,7 @@ def test_a_later_session_goes_on_from_the_files_alone(data, plan, session, tmp_p
     assert before == {name: (tmp_path / f"results/{name}.json").stat().st_mtime_ns for name in TWO}
     assert result["missing"] == {"far": "diverged in training"}
     assert read(tmp_path, "far")["result"]["diverged"] is True
-    run(data, plan, tmp_path, minutes=0.0)  # nothing is left to do, and nothing is done
+    run(data, plan, tmp_path, minutes=0.0)  # nothing is left to do
 
 
 @pytest.mark.slow
@@ -190,8 +190,8 @@ def test_it_goes_on_where_it_was_stopped(data, plan, session, tmp_path):
     process.send_signal(signal.SIGTERM)
     code, missing = process.wait(), set(read(tmp_path)["missing"])
     assert missing >= {"ten", "far"}
-    assert code == 130 or not missing & set(TWO)  # a quick one may have come to its end
-    run(data, plan, tmp_path, only=TWO)  # as many threads each as before: the same bits
+    assert code == 130 or not missing & set(TWO)  # they may finish before the signal
+    run(data, plan, tmp_path, only=TWO)  # with as many threads as before, for equal bits
     assert read(tmp_path)["rows"] == read(session)["rows"]
     for name in TWO:
         assert read(tmp_path, name)["weights"] == read(session, name)["weights"]
@@ -215,7 +215,7 @@ def test_finished_runs_are_taken(data, plan, session, tmp_path):
     ours, theirs = read(tmp_path), read(session)
     assert ours["rows"] == theirs["rows"]
     assert ours["missing"] == {}
-    fig4(Fig4(out=tmp_path, plan=plan))  # of the files alone: those that were taken, not the plan's
+    fig4(Fig4(out=tmp_path, plan=plan))  # from the result files of the given runs, not the plan's
     assert sorted(map(str, read(tmp_path)["rows"])) == sorted(map(str, theirs["rows"]))
     before = (tmp_path / "results/five.json").stat().st_mtime_ns
     run(data, plan, tmp_path, runs=runs)
@@ -303,7 +303,7 @@ def test_images_that_were_not_evaluated_as_they_are_are_told(plan, data, session
         (tiny / f"val/class{label}").mkdir(parents=True)
         Image.new("RGB", (9, 7)).save(tiny / f"val/class{label}/0.png")
     (tiny / "val/class0/junk.png").write_bytes(b"no image")
-    run(tiny, plan, tmp_path / "out", runs=(session / "runs/five",))  # which need no images to train on
+    run(tiny, plan, tmp_path / "out", runs=(session / "runs/five",))  # a finished run needs no training images
     table = (tmp_path / "out/fig4.md").read_text()
     assert "- 3 images are smaller than the crop and were enlarged" in table
     assert "- 1 files could not be read and were left out: " in table
@@ -365,7 +365,7 @@ def test_steps_are_paired_over_images(tmp_path):
 
 
 def predictions(folder, name, *right):
-    """A member that gives the right class 60% where asked for, and else the next one 90%."""
+    """Write predictions: 60% for the right class if ``right`` is true for an image, else 90% for the next class."""
     labels, asked = torch.arange(40) % 4, torch.tensor(right * (40 // len(right)))
     answers = torch.nn.functional.one_hot(torch.where(asked, labels, (labels + 1) % 4), 4)
     certain = torch.where(asked, 0.6, 0.9)[:, None]
@@ -376,7 +376,7 @@ def predictions(folder, name, *right):
 
 
 def test_the_best_ensemble_is_chosen_by_other_images_than_it_is_judged_by(tmp_path):
-    # Three networks, each wrong on another fifth of the images: any vote of three is right.
+    # Each of three networks is wrong on a different fifth of the images, so the mean of all three is always right.
     a = predictions(tmp_path, "a", False, True, True, True, True)
     b = predictions(tmp_path, "b", True, False, True, True, True)
     c = predictions(tmp_path, "c", True, True, False, True, True)
@@ -386,7 +386,7 @@ def test_the_best_ensemble_is_chosen_by_other_images_than_it_is_judged_by(tmp_pa
     assert "(a, b, c)" in chosen.name
     assert chosen.networks == ("a", "b", "c")
     assert (chosen.before, chosen.after) == (0.2, 0.0)
-    # Two networks that are wrong everywhere spoil the vote of all five, not that of the three.
+    # Two networks that are always wrong spoil the mean of all five, but not that of the three.
     bad = [predictions(tmp_path, name, False) for name in "de"]
     figure = figure4([a, b, c, *bad], 32)
     assert figure.statement.startswith("The ensemble of all networks is not measurably better than its best member")

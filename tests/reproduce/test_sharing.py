@@ -1,4 +1,4 @@
-"""Sharing a GPU: the service, the shares, and the check of a network's convolutions, on a CPU."""
+"""Test GPU sharing on a CPU: the MPS service, the shares, and the check of a network's convolutions."""
 
 import os
 import subprocess
@@ -27,7 +27,7 @@ SMALL = replace(RECIPES["inception"], size=32, width=0.04, batch_size=4)
 
 @pytest.fixture
 def service(tmp_path, monkeypatch):
-    """A control program that writes down how it is called, first of all on the path."""
+    """Put a fake control program first on the PATH; it logs how it is called."""
     log, program = tmp_path / "log", tmp_path / "bin" / CONTROL
     program.parent.mkdir()
     program.write_text(
@@ -106,7 +106,7 @@ def test_a_share_that_was_not_checked_is_refused(service, monkeypatch):
 
 
 class Broken(TorchDispatchMode):
-    """Convolutions in bfloat16 as they are at some shares of a GPU, from the given call on."""
+    """Change the results of bfloat16 convolutions after a number of calls, as some shares of a GPU do."""
 
     def __init__(self, operator, change, after=0):
         super().__init__()

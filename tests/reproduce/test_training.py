@@ -1,4 +1,4 @@
-"""The training loop of Section 4.1's experiments, with this library's layer, against one written with torch.nn's."""
+"""Compare the training loop of Section 4.1's experiments with one that is written with torch.nn's layers."""
 
 from collections import OrderedDict
 

@@ -1,4 +1,4 @@
-"""convert keeps what a network computes and everything users put on its layers; revert is its inverse."""
+"""Test that convert keeps a network's results and the users' hooks and attributes, and that revert is its inverse."""
 
 import copy
 
@@ -197,7 +197,7 @@ def test_lazy_layers_become_what_they_are():
 
 
 class Loud(nn.BatchNorm1d):
-    """A subclass without a forward of its own, which still may mean something to its author."""
+    """A subclass without its own forward, which convert leaves alone, because its author may rely on the class."""
 
 
 def parametrized():
@@ -318,7 +318,7 @@ def test_wrappers_are_named(verb):
 
 def test_dropout_between_a_layer_and_its_activation_keeps_them_apart():
     net = nn.Sequential(nn.BatchNorm1d(3), nn.Dropout(), nn.Sigmoid())
-    for batch in (4, 1):  # with a single example only evaluation can be looked at, where dropout does nothing
+    for batch in (4, 1):  # a single example runs only in evaluation mode, without dropout
         converted = bn.convert(net, torch.randn(batch, 3))
         assert converted[0].activation.name == "identity", batch
     assert "does not run in training mode" in converted.report.notes[0]
@@ -341,7 +341,7 @@ def test_what_a_network_remembers_between_calls_is_not_moved(verb):
 
 
 class Shortcut(nn.Module):
-    """Use the BN and the activation of a block together, and in training, sometimes, one of them alone."""
+    """Apply a BN and an activation together or, at random in training, only one of them."""
 
     def __init__(self, alone, *, chance=0.3):
         super().__init__()

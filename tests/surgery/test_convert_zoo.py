@@ -1,4 +1,4 @@
-"""Real networks: nearly every BN that feeds an activation which the kernels have takes it in."""
+"""Test real networks: nearly every BN that feeds an activation fuses it, if the kernels support the activation."""
 
 import pytest
 import zoo

@@ -29,7 +29,7 @@ def vgg(norm: bool):
 
 
 def leaves(net):
-    """The modules that compute something, and with what, in order."""
+    """Return the modules without children, in order, as text."""
     return [repr(m) for m in net.modules() if not list(m.children())]
 
 
@@ -56,7 +56,7 @@ def test_training_it_equals_training_the_published_form_step_by_step():
 
 
 class Plain(nn.Module):
-    """Functional nonlinearities, a sum, a join, a pool and a gate before them, and a head after the last."""
+    """A network of functional nonlinearities after a sum, a concatenation, a pool and a gate, with a linear head."""
 
     def __init__(self):
         super().__init__()
@@ -330,7 +330,7 @@ def test_weights_that_other_code_reads_are_not_touched():
 
     report = bn.insert(Tied(), torch.randn(4, 3)).report
     assert report["linear"].reason == "its weights are also read by linear in the network"
-    # In evaluation torch's encoder layer hands the weights of its linear layers to one fused function.
+    # In evaluation, torch's encoder layer passes the weights of its linear layers to one fused function.
     encoder = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))
     report = bn.insert(encoder, torch.randn(2, 5, 8)).report
     assert report["0.linear1"].reason == "its weights are also read by 0 (TransformerEncoderLayer) in evaluation mode"

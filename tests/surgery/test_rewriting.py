@@ -1,4 +1,4 @@
-"""convert fuses what the data flow shows, however the code spells it, and nothing that would change the result."""
+"""Test that convert fuses whatever the data flow permits, in any coding style, and never changes the results."""
 
 import copy
 import random
@@ -29,7 +29,7 @@ def image(channels=4):
 
 
 def rewritten_runs(net, x):
-    """How many rewritten forwards run in a call."""
+    """Return how many rewritten forwards run in one call of the network."""
     runs = []
 
     def watch(frame, event, arg):
@@ -70,7 +70,7 @@ def converted_and_checked(net, x=None):
 
 
 def fused(net):
-    """What each BN takes in, as text."""
+    """Return what each BN fuses (the activation, and "sum" for a residual), as text."""
     found = {path: {(f.activation.name, f.residual) for f in fs} for path, fs in fusions_in(net).items()}
     return {path: " ".join([kind] + ["sum"] * residual) for path, ((kind, residual),) in found.items()}
 
@@ -103,7 +103,7 @@ ACTIVATIONS = {
 
 
 class Applies(nn.Module):
-    """An activation with code of its own."""
+    """An activation module with a forward of its own."""
 
     def __init__(self, code, *children):
         super().__init__()
@@ -375,7 +375,7 @@ def test_a_bottleneck(downsample):
 
 
 class Gate(nn.Module):
-    """Squeeze-and-excitation, whose code convert does not know."""
+    """A squeeze-and-excitation gate written by the user, which convert has no special rule for."""
 
     def __init__(self):
         super().__init__()
@@ -546,7 +546,7 @@ def test_lists_of_tensors_as_arguments():
     assert len(fused(converted)) == 4
     layer, plain = converted["layer0"], bn.revert(converted)["layer0"]
     x = image()
-    torch.testing.assert_close(layer(x), plain(x))  # a tensor, for which the traced path is not the right one
+    torch.testing.assert_close(layer(x), plain(x))  # the trace saw a list, so this tensor takes another path
 
 
 def test_a_u_net():
@@ -1211,7 +1211,7 @@ def test_a_module_that_fails_the_check_leaves_the_others_fused():
                 scale["now"] = self.value
             return x
 
-    def unseen(n, x):  # which a trace cannot see
+    def unseen(n, x):  # a trace cannot see scale["now"]
         return torch.relu(n.bn1(x)) * scale["now"]
 
     blocks = [ConvNorm(F.relu), Sets(3.0), Block(unseen), Sets(1.0), ConvNorm(F.relu), ConvNorm(F.relu)]

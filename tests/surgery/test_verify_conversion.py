@@ -50,7 +50,7 @@ def verify(function, net=None):
     return verify_conversion(old, new, torch.randn(4, 3, 6, 6), None, modes=2, step=lambda doing: None)
 
 
-@pytest.mark.parametrize("rows", [None, 4])  # with four rows, the network does not run on three
+@pytest.mark.parametrize("rows", [None, 4])  # with rows=4, the network accepts no other batch size
 def test_gradients(rows):
     assert verify(lambda x: x + 0, Net(rows)) == 0
     with pytest.raises(ValueError, match=r"the gradient of '(conv|bn)\.\w+' differs by 1\.00e-03"):
@@ -70,7 +70,7 @@ class WrongInTraining(nn.Module):
         return OneChannelScaled.apply(x) if self.training else x
 
 
-@pytest.mark.parametrize("seed", range(5))  # on two rows, two of these pass unnoticed
+@pytest.mark.parametrize("seed", range(5))  # with two examples, two of these errors would go unnoticed
 def test_a_wrong_gradient_of_one_channel_below_maps_of_one_pixel(seed):
     torch.manual_seed(seed)
     old = nn.Sequential(nn.Linear(16, 32), nn.Identity(), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10))
@@ -81,7 +81,7 @@ def test_a_wrong_gradient_of_one_channel_below_maps_of_one_pixel(seed):
 
 
 class Counting(nn.Module):
-    """Record how many rows pass, by dtype and whether gradients are computed."""
+    """Record the batch size of each call, by dtype and whether gradients are computed."""
 
     def __init__(self, seen):
         super().__init__()

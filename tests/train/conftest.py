@@ -8,19 +8,19 @@ from batchnorm.cli import main
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
-    """Generated images: 30 to train on, 12 to validate on, of three classes."""
+    """Save generated images of three classes: 30 for training and 12 for validation."""
     return striped_folder(tmp_path_factory.mktemp("stripes"))
 
 
 @pytest.fixture(scope="session")
 def files(data):
-    """The images to validate on, in validation's order."""
+    """Return the validation images, in the order of validation."""
     return sorted((data / "val").rglob("*.png"))
 
 
 @pytest.fixture(scope="session")
 def finished(data, tmp_path_factory):
-    """The folder of a run that was trained to its end; copy it to change it."""
+    """Return the folder of a finished run; tests share it, so they must copy it before they change it."""
     folder = tmp_path_factory.mktemp("runs") / "mine"
     train_small(data, folder, evaluate_every=0)
     return folder
@@ -33,7 +33,7 @@ def run(finished):
 
 @pytest.fixture
 def refusal(capsys):
-    """Run a command that must refuse, and return the one line that it prints."""
+    """Run a command that must fail with an error, and return the one line that it prints."""
 
     def refusal(*words):
         assert main([*map(str, words)]) == 2
@@ -47,7 +47,7 @@ def refusal(capsys):
 
 @pytest.fixture(autouse=True)
 def _one_thread():
-    # Small tensors on shared cores: threads would only wait for each other.
+    # The tensors are small and other tests use the same cores, so more threads would only wait for each other.
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

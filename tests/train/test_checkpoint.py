@@ -75,7 +75,7 @@ def endless(path):
 
 
 def replaced(path, write):
-    """Put another state.pt there, with a manifest that fits it."""
+    """Replace a checkpoint's state.pt, and update the manifest to match."""
     write(path / "state.pt")
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["files"]["state.pt"] = checkpoint._fingerprint(path / "state.pt")
@@ -122,7 +122,7 @@ def test_damaged_checkpoints_are_passed_over(tmp_path, damage, says):
     found = load_latest(tmp_path)
     assert found.step == 1
     assert len(found.passed_over) == 1
-    # It is written again when the run gets there again.
+    # The damaged checkpoint is overwritten when the run reaches that step again.
     save(tmp_path, 2, MODEL, STATE)
     assert load_latest(tmp_path).step == 2
 
@@ -165,7 +165,7 @@ def test_a_write_that_fails_leaves_the_last_good_one(tmp_path, monkeypatch):
 
 def test_a_full_disk_leaves_the_last_good_one_and_nothing_else(tmp_path):
     save(tmp_path, 1, MODEL, STATE)
-    for size in (50, 500):  # for the weights, for all else
+    for size in (50, 500):  # too small for the weights; too small for state.pt
         with no_room(size), pytest.raises(OSError, match="too large") as error:
             save(tmp_path, 2, MODEL, STATE)
         assert error.value.filename.endswith("model.safetensors" if size == 50 else "state.pt")

@@ -1,4 +1,4 @@
-"""Several processes over gloo: the same training as in one, and restarts."""
+"""Test training with several processes over gloo: results are the same as with one process, also after restarts."""
 
 import os
 import signal
@@ -28,7 +28,7 @@ def train_steps(rank, world_size, statistics, parts):
     recipe = small(statistics=statistics, rate=0.02)
     net = recipe.network(3).double()
     optimizer = make_optimizer(net, recipe, torch.device("cpu"))
-    augment = Augment("none", dtype=torch.float64)  # colours are mixed in float32
+    augment = Augment("none", dtype=torch.float64)  # color distortions would compute in float32
     step = TrainStep(net, optimizer, augment, Ranks(rank, world_size))
     first, last = sum(parts[:rank]), sum(parts[: rank + 1])
     for k in range(STEPS):
@@ -75,7 +75,7 @@ def test_running_averages_are_averaged_but_for_sync():
 
 
 def workers_of(launcher):
-    """The processes that torchrun has started."""
+    """Return the processes that torchrun has started."""
     try:
         children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
     except FileNotFoundError:

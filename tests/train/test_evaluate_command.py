@@ -1,4 +1,4 @@
-"""``batchnorm evaluate`` on runs that were really trained."""
+"""Test ``batchnorm evaluate`` on small trained runs."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ def one_of_each(root, *classes):
 
 @pytest.fixture(scope="module")
 def runs(data, tmp_path_factory):
-    """Three small members of the ensemble: plain, dropout, per activation."""
+    """Train three small members of an ensemble: plain, with dropout, and with per-activation normalization."""
     root = tmp_path_factory.mktemp("runs")
     for name, fields in (("plain", {}), ("dropout", {"dropout": 0.1}), ("per-activation", {"per_activation": ("5b",)})):
         train_small(data, root / name, small(name=name, seed=len(name), **fields), evaluate_every=0)

@@ -1,4 +1,4 @@
-"""``batchnorm fold`` from the shell."""
+"""Test ``batchnorm fold`` from the shell."""
 
 import json
 import subprocess
@@ -54,7 +54,8 @@ def test_from_the_shell(folder):
     assert done.returncode == 0, done.stderr
     assert "fold: 1 of 1 batch norm folded, relative error" in done.stdout
     assert "size: 520 bytes of parameters and buffers before folding, 448 after," in done.stdout
-    # On a slow machine, export shows its steps. What torch.onnx says about packages that nobody asked for is hidden.
+    # On a slow machine, export prints its progress. There must be no other output, such as torch.onnx's notes about
+    # missing packages.
     assert [line for line in done.stderr.splitlines() if not line.startswith("export: ")] == []
     import onnxruntime
 

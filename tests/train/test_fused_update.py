@@ -76,7 +76,7 @@ def test_a_state_that_a_run_on_a_cpu_saved_has_another_layout(device):
     gradients = [torch.randn_like(w) for w in weights]
     ours, theirs = optimizer_of(weights), optimizer_of(expected)
     for w, e, g in zip(weights, expected, gradients, strict=True):
-        velocity = torch.randn(w.shape, device=device)  # contiguous, but the kernels are channels last
+        velocity = torch.randn(w.shape, device=device)  # contiguous, unlike the channels-last weights
         ours.state[w]["momentum_buffer"], theirs.state[e]["momentum_buffer"] = velocity, velocity.clone()
         e.grad = g
     FusedUpdate(ours)([Trained(w, g, None) for w, g in zip(weights, gradients, strict=True)])
@@ -120,12 +120,12 @@ def test_what_the_kernel_cannot_update_is_left_to_torch():
     ):
         assert not FusedUpdate(optimizer).can_update(weights)
     elsewhere = optimizer_of(weights)
-    elsewhere.param_groups[0]["lr"] = torch.empty((), device="meta")  # the kernel cannot read another device
+    elsewhere.param_groups[0]["lr"] = torch.empty((), device="meta")  # a rate on another device
     assert not FusedUpdate(elsewhere).can_update(weights)
     w, g = weights[0].detach(), torch.randn_like(weights[0])
     assert Trained(w, g, None).fits()
     assert Trained(w, g.bfloat16(), w.bfloat16()).fits()
-    assert not Trained(w, g, w.bfloat16()).fits()  # the gradient's type
-    assert not Trained(w, g.contiguous(), None).fits()  # its layout
+    assert not Trained(w, g, w.bfloat16()).fits()  # wrong type of gradient
+    assert not Trained(w, g.contiguous(), None).fits()  # wrong layout of gradient
     assert not Trained(w.double(), g.double(), None).fits()
     assert not Trained(w[:, ::2], g[:, ::2], None).fits()  # not dense

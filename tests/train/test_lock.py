@@ -1,4 +1,4 @@
-"""Two processes, one run folder."""
+"""Test that only one process at a time can use a run's folder."""
 
 import json
 import multiprocessing

@@ -20,7 +20,7 @@ from batchnorm.train.train_command import _summary
 
 @pytest.fixture(scope="module")
 def reference(data, tmp_path_factory):
-    """A run that nothing interrupted: 12 steps."""
+    """Return the folder of an uninterrupted run of 12 steps."""
     out = tmp_path_factory.mktemp("reference")
     torch.set_num_threads(1)
     train_small(data, out, targets=(0.1, 1.01))
@@ -68,7 +68,7 @@ def test_it_learns(data, tmp_path):
     result = train_small(data, tmp_path, small(width=0.1, rate=0.02, epochs=12), evaluate_every=0, checkpoint_every=99)
     lines = read(tmp_path / "metrics.jsonl")
     losses = [line["loss"] for line in lines if "loss" in line]
-    # Small noisy batches: means over the first and last two epochs.
+    # Small batches are noisy, so compare the sums over the first and the last two epochs.
     assert sum(losses[-8:]) < 0.85 * sum(losses[:8])
     assert result.top1 > 0.5
 
@@ -97,7 +97,7 @@ def test_validations_alone_do_not_save(data, tmp_path):
 def test_on_a_gpu_a_run_goes_on_where_it_stopped(data, tmp_path, cache):
     recipe, options = small(width=0.25, epochs=6, dropout=0.2), {"device": "cuda", "cache": cache}
     train_small(data, tmp_path / "whole", recipe, **options)
-    for steps in (13, 24):  # past the capture of the graph, which comes after three steps
+    for steps in (13, 24):  # the graph is captured after three steps
         result = train_small(data, tmp_path / "parts", recipe, max_steps=steps, **options)
     assert result.steps == 24
     assert result.top1 is not None
@@ -105,7 +105,7 @@ def test_on_a_gpu_a_run_goes_on_where_it_stopped(data, tmp_path, cache):
         [line for line in read(tmp_path / run / "metrics.jsonl") if "loss" in line] for run in ("whole", "parts")
     )
     assert [line["step"] for line in parts] == [line["step"] for line in whole] == list(range(1, 25))
-    # On a GPU the last bits differ from run to run, and training makes more of them.
+    # On a GPU, the last bits differ from run to run, and training amplifies the difference.
     for a, b in zip(whole[:6], parts[:6], strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=0.05)
     assert sum(line["loss"] for line in parts[13:]) == pytest.approx(sum(line["loss"] for line in whole[13:]), rel=0.2)
@@ -120,7 +120,7 @@ def test_killed_at_random_points(data, reference, tmp_path, times):
         while not (out / "result.json").exists():
             process = start(data, out)
             if kills < times:
-                # From before the first step to the last: whatever it is doing then.
+                # Kill the run at a random time between its start and its last step.
                 wanted, delay = rng.randrange(0, 16), rng.uniform(0, 0.2)
                 while process.is_alive() and lines_in(out) < wanted:
                     time.sleep(0.005)

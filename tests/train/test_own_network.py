@@ -1,4 +1,4 @@
-"""Networks of a user's own: trained, resumed and evaluated as the paper's are."""
+"""Test that users' own networks are trained, resumed and evaluated like the paper's network."""
 
 import json
 import re

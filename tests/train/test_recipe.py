@@ -1,4 +1,4 @@
-"""The recipes against the table of the variants, transcribed here apart from the code."""
+"""Compare the recipes with a table of the paper's variants that was written independently of the code."""
 
 import json
 from dataclasses import fields, replace
@@ -15,7 +15,7 @@ from batchnorm.train.train_command import Overrides, RecipeName, resolve
 
 LAMBDA, STAIR = 2e-4, 8.0
 TABLE = {
-    # normalization, nonlinearity, rate, dropout, L2, epochs a stair, local response, shuffling, photometric
+    # normalization, nonlinearity, rate, dropout, L2, decay_epochs, local response, shuffling, photometric
     "inception": (False, "relu", 0.0015, 0.4, LAMBDA, STAIR, True, "fixed", "full"),
     "bn-baseline": (True, "relu", 0.0015, 0.4, LAMBDA, STAIR, True, "fixed", "full"),
     "bn-x5": (True, "relu", 0.0075, 0.0, LAMBDA / 5, STAIR / 6, False, "epoch", "reduced"),
@@ -36,7 +36,7 @@ def test_the_table(name):
     assert recipe.name == name
     for field, expected in zip(FIELDS, TABLE[name], strict=True):
         assert getattr(recipe, field) == (pytest.approx(expected) if isinstance(expected, float) else expected), field
-    # All else is the same for all.
+    # All other fields are the same in all recipes.
     others = {f.name for f in fields(Recipe)} - {*FIELDS, "name", "epochs"}
     assert all(getattr(recipe, field) == getattr(RECIPES["inception"], field) for field in others)
     assert (recipe.batch_size, recipe.momentum, recipe.decay) == (32, 0.9, 0.96)

@@ -1,4 +1,4 @@
-"""Checkpoints of a run that began on another kind of device."""
+"""Test resuming from a checkpoint of another type of device."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def test_momentum_goes_with_its_weights_in_the_layout_of_another_device(begun_on
     def started(on):
         net = nn.Conv2d(4, 8, 3, bias=False)
         net.to(memory_format=torch.channels_last if on == "gpu" else torch.contiguous_format)
-        # Both CPU and GPU have fused kernels, which go by the order in memory.
+        # Fused kernels read the momentum in memory order, on the CPU as on a GPU, so the CPU can stand in for a GPU.
         return net, torch.optim.SGD(net.parameters(), 0.1, 0.9, fused=on == "gpu" or None)
 
     def step(net, optimizer):

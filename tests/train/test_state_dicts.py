@@ -62,7 +62,7 @@ def test_a_run_on_other_classes_goes_on_from_a_run(source, pretrained, two_class
         f"starting from {kept}: 7 of 9 tensors loaded; 5.weight, 5.bias initialized for 2 classes instead of 3"
     )
     train_small(two_classes, tmp_path / "parts", recipe, max_steps=5)
-    shutil.rmtree(kept)  # a run that has begun does not need it
+    shutil.rmtree(kept)  # a resumed run does not need it
     train_small(two_classes, tmp_path / "parts", recipe)
     assert_same_outcome(tmp_path / "whole", tmp_path / "parts")
     before, after = (load_latest(folder / "final").model for folder in (pretrained, tmp_path / "whole"))

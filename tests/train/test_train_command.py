@@ -1,4 +1,4 @@
-"""The two commands as a user types them."""
+"""Test the commands ``batchnorm train`` and ``batchnorm describe`` as a user types them."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def test_train_with_overrides(data, tmp_path, capsys):
 
 def test_images_that_would_be_enlarged_are_told(data):
     source = open_source(data, "train")
-    assert small_images_note(source, 32) is None  # they have 36 px
+    assert small_images_note(source, 32) is None  # the images have 36 px
     assert (
         small_images_note(source, 64)
         == "in a sample, most images are smaller than 64 px and will be enlarged; consider --size 36"
@@ -62,7 +62,7 @@ def test_help_says_what_each_recipe_has(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit):
         main(["train", "--help"])
-    # Lines may break anywhere.
+    # Remove all spaces, because lines may break anywhere.
     text = "".join(capsys.readouterr().out.replace("│", " ").split())
     overrides = text.partition("fieldsoftherecipetochange")[2]
     assert "None" not in overrides

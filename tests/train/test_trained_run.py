@@ -1,4 +1,4 @@
-"""``bn.load`` on a run that was really trained."""
+"""Test ``bn.load`` on a small trained run."""
 
 import io
 import json
@@ -109,7 +109,7 @@ def test_damaged_images_are_named(run, files, tmp_path):
 
 @pytest.fixture
 def refused(refusal, tmp_path, files):
-    """Return what load says about a folder that it must refuse, and check that the commands say the same."""
+    """Return load's error message for a bad folder, and check that the commands print the same message."""
 
     def refused(folder):
         with pytest.raises((ValueError, FileNotFoundError)) as error:

@@ -1,4 +1,4 @@
-"""Gradients on separate streams, and updates during the backward pass, with streams that only pretend on the CPU."""
+"""Test gradients on separate streams and updates during the backward pass, with simulated streams on the CPU."""
 
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ IMAGES, LABELS = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_se
 
 
 class Streams:
-    """Gradients of the separate streams are NaN until something waits for them; updates happen at once."""
+    """Simulated streams: gradients are NaN until something waits for their stream; updates happen at once."""
 
     def __init__(self, monkeypatch):
         self.hidden, self.deferred, self.parts = [], 0, 0
@@ -65,7 +65,7 @@ def streams(monkeypatch):
 
 
 def stepped(net, aside, hooks=nullcontext):
-    """The weights after one step."""
+    """Return the weights after one step."""
     shadows = Shadows(net, aside)
     with torch.autocast("cpu", torch.bfloat16), hooks():
         y = shadows.run(IMAGES)
@@ -107,7 +107,7 @@ class FrozenBefore(Before):
 
 
 class Around(Wrapped):
-    """A second head reads a layer before the cut."""
+    """A network with a second head, which reads a layer before the point where the backward pass is divided."""
 
     def __init__(self):
         super().__init__()
@@ -132,7 +132,7 @@ class Checkpointed(Wrapped):
 
 
 class Stems(nn.Module):
-    """One separable convolution reads the image, and then its own output."""
+    """A network that applies one separable convolution twice, to the image and to its own output."""
 
     def __init__(self):
         super().__init__()
@@ -173,7 +173,7 @@ def with_a_frozen_bias(net):
     net.classifier.bias.requires_grad_(False)
 
 
-# Each with the number of parts of its backward pass, and whether gradients are deferred.
+# Networks, each with the number of parts of its backward pass, and whether weight gradients are deferred.
 NETWORKS = {
     "the paper's": (paper_network, 3, True),
     "without BN": (lambda: paper_network(norm=None), 3, True),
@@ -218,7 +218,7 @@ def test_other_backward_passes_defer_nothing(streams):
 
 
 class Stream:
-    """A stream that knows which pieces of work must be done before the next piece on it starts."""
+    """A simulated stream; ``done`` has the work that is complete before the stream's next work starts."""
 
     def __init__(self):
         self.done = set()

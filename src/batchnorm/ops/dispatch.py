@@ -103,7 +103,7 @@ def batch_norm_(
 ) -> tuple[Tensor, Moments]:
     """Normalize like :func:`batch_norm` and update the running averages in place, as the layers do in training.
 
-    No gradient flows through the returned moments. The arguments that are not listed are those of :func:`batch_norm`.
+    No gradient flows through the returned moments. The other arguments are those of :func:`batch_norm`.
 
     Args:
         running: the averages, updated in place.
@@ -147,7 +147,7 @@ def normalize_batch_(
 
     This function is faster than :func:`batch_norm_` for small batches.
 
-    The arguments that are not listed are those of :func:`batch_norm`.
+    The other arguments are those of :func:`batch_norm`.
 
     Args:
         running: the averages, updated in place.
@@ -200,7 +200,7 @@ def normalize(
 
     y = g(gamma * (x - mean) / sqrt(var + eps) + beta + residual)
 
-    The arguments that are not listed are those of :func:`batch_norm`.
+    The other arguments are those of :func:`batch_norm`.
 
     Args:
         mean: E[x], of the features' shape.
