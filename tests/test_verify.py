@@ -129,7 +129,7 @@ def test_a_difference_in_statistics_is_an_error():
     ("form", "message"),
     [
         (lambda self, f, out: [out, f], r"the output is list, but was tuple"),
-        (lambda self, f, out: (out,), r"the output has 1 items, but had 2"),
+        (lambda self, f, out: (out,), r"the output has length 1, but had length 2"),
         (lambda self, f, out: (out, None), r"the output\[1\] is NoneType"),
         (lambda self, f, out: (out, f[:2]), r"of shape \(2, 4, 4, 4\), but was"),
         (lambda self, f, out: (out.double(), f), r"float64 of shape"),

@@ -108,8 +108,9 @@ def estimate_(
         ValueError: if a moment is not finite, or if a batch has only one value per feature. With
             ``upstream="population"``, such a batch is an error only if the variance is then undefined.
         ValueError: if synchronized layers need the same number of batches on all ranks, but the numbers differ.
-        ValueError: if the network's code is found to call ``layer.forward(x)`` instead of ``layer(x)``, or if a layer's
-            own forward never calls ``F.batch_norm`` or the forward of its base class.
+        ValueError: if the network's code is found to call ``layer.forward(x)`` instead of ``layer(x)``, if a layer's
+            own forward never calls ``F.batch_norm`` or the forward of its base class, or if that forward normalizes an
+            input whose features do not match the layer's running mean.
         TypeError: if the network cannot be called on the batches; pass ``forward=`` to say how to call it.
 
     >>> net = nn.Sequential(nn.BatchNorm1d(1))

@@ -265,7 +265,7 @@ def _pairs(new: Any, old: Any) -> Iterator[tuple[str, Tensor, Tensor]]:
             if [label for label, _ in ours] != [label for label, _ in theirs]:
                 if len(ours) == len(theirs):
                     raise DifferenceError(f"the items of {path} have different names or a different order")
-                raise DifferenceError(f"{path} has {len(ours)} items, but had {len(theirs)}")
+                raise DifferenceError(f"{path} has length {len(ours)}, but had length {len(theirs)}")
             pairs = [(path + label, part, other) for (label, part), (_, other) in zip(ours, theirs, strict=True)]
             waiting.extend(reversed(pairs))
 

@@ -86,7 +86,7 @@ def test_existing_output_is_not_touched(folder, tmp_path):
         shard(folder, folder)
     with pytest.raises(FileNotFoundError, match="has neither train"):
         shard(tmp_path, tmp_path / "out")
-    with pytest.raises(ValueError, match="at least one image"):
+    with pytest.raises(ValueError, match="per_shard=0: must be 1 or more"):
         shard(folder, tmp_path / "out", per_shard=0)
 
 

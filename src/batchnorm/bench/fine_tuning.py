@@ -26,7 +26,8 @@ from ..results import check_writable, write_result
 from ..train import RECIPES, Options, Recipe, Result, train
 
 QUESTION = (
-    "validation accuracy after fine-tuning on other classes, by batch size, with batch and with frozen statistics"
+    "validation accuracy after fine-tuning on other classes, by batch size, with batch statistics and with frozen"
+    " statistics"
 )
 SETTINGS: dict[str, Any] = {"cache": "device", "workers": 0, "device": "cpu", "evaluate_every": 10**9}
 NAMES = {False: "batch statistics", True: "frozen statistics"}
@@ -130,7 +131,7 @@ def _train(job: tuple[Recipe, Options]) -> Result:
 
 
 def _means(results: list[Result]) -> dict[str, Any]:
-    """Return the final accuracies, their mean and standard deviation, and the mean accuracy with running averages."""
+    """Return the folded networks' accuracies, their mean and deviation, and the mean accuracy with running averages."""
     ends, running = [r.top1 or 0.0 for r in results], [r.running_top1 or 0.0 for r in results]
     return {
         "mean": statistics.fmean(ends),

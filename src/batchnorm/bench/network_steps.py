@@ -327,7 +327,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
     (3.5, 1, 6)
     """
     ordered, n = sorted(values), len(values)
-    k, below = 0, 1.0  # `below` is 2^n P(Binomial(n, 1/2) < k + 1)
+    k, below = 0, 1.0  # ordered[k] is the (k + 1)-th smallest value; `below` is 2^n P(Binomial(n, 1/2) < k + 1)
     while 2 * (below + math.comb(n, k + 1)) <= 0.05 * 2**n:
         k += 1
         below += math.comb(n, k)

@@ -198,8 +198,8 @@ class Distortions:
         parts[6:9, :, 6] = ((eye - grey) @ components).T
         constant = torch.zeros(3, 7, dtype=torch.float64)
         constant[:, 6] = -torch.tensor(mean).double()
-        # Augment.forward adds the offset to each of the three products in T m before it sums them, so store a third of
-        # the offset.
+        # For each channel of y, Augment.forward adds the stored offset to each of three products and then sums the
+        # three, so store a third of the offset.
         scale = torch.tensor([1 / 255] * 6 + [1 / 3]).double() / torch.tensor(std).double()[:, None]
         self.parts, self.constant = (parts * scale).flatten(1), (constant * scale).flatten()
 

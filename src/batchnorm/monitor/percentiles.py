@@ -20,8 +20,9 @@ class Monitor:
     """Record percentiles of a network's nonlinearity inputs while it trains, without altering the training.
 
     Inside a ``with`` block, the monitor numbers the forward passes in training mode with gradients enabled, starting at
-    0. The monitor records each of these passes whose number is a multiple of ``every``. If your training loop does not
-    call ``net`` directly, call :meth:`record` instead.
+    0. The monitor records each of these passes whose number is a multiple of ``every``. The block sees only passes
+    through ``net(...)``. If your training loop calls ``net.forward`` or single layers, call :meth:`record` at each step
+    to record.
 
     Args:
         net: any network. Nonlinearities are found if they are modules or fused into this library's batch normalization.

@@ -120,8 +120,8 @@ def _footnotes(result: Result, measured: list[str]) -> str:
         for bar in judged
         if not bar["reached"]
     ]
-    told = [f"{len(judged) - len(missed)} of the {len(judged)} goals in the result file are reached"]
-    told[0] += f"; missed: {'; '.join(missed)}." if missed else "."
+    reached = f"{len(judged) - len(missed)} of {len(judged)}" if missed else f"All {len(judged)}"
+    told = [f"{reached} goals are reached; missed: {'; '.join(missed)}." if missed else f"{reached} goals are reached."]
     if any(_speedup(row).startswith("*") for row in result["rows"]):
         told.append("If a speedup is in italics, its 95% interval includes 1.")
     if left := [mode for mode in MODES if mode not in measured]:

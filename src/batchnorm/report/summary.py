@@ -247,12 +247,12 @@ def _best_ensemble(chosen: list[Result]) -> list[str]:
 
     >>> step = {"error": "top-1", "before": 0.5, "after": 0.4, "networks": ["a", "b"], "verdict": "confirmed"}
     >>> print(*_best_ensemble([step]))
-    The best network and the best ensemble are chosen on every second image and compared on the other images. For top-1, the best network has an error of 50.00%, and the best ensemble, of 2 networks, has an error of 40.00%. A lower error of the ensemble is confirmed.
+    The best network and the best ensemble are chosen on every second image and compared on the other images. For top-1, the best network has an error of 50.00%, and the best ensemble, of 2 networks, has an error of 40.00%. Is the ensemble's error lower? Confirmed.
     """  # noqa: E501
     told = [
         f"For {step['error']}, the best network has an error of {step['before']:.2%}, and the best ensemble, of"
-        f" {len(step['networks'])} networks, has an error of {step['after']:.2%}. A lower error of the ensemble is"
-        f" {step['verdict']}."
+        f" {len(step['networks'])} networks, has an error of {step['after']:.2%}. Is the ensemble's"
+        f" error lower? {step['verdict'][:1].upper()}{step['verdict'][1:]}."
         for step in chosen
     ]
     start = "The best network and the best ensemble are chosen on every second image and compared on the other images."

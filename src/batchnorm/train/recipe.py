@@ -43,8 +43,8 @@ class Recipe:
     """name of the run"""
 
     factory: str = ""  # the option --network; here, the name network is taken by a method
-    """train a network of your own: torchvision:NAME, timm:NAME, or your function as FILE.py:FUNCTION or
-    MODULE:FUNCTION, which is called with classes= if it has that argument"""
+    """train another network: torchvision:NAME, timm:NAME, or a function that returns your network, given as
+    FILE.py:FUNCTION or MODULE:FUNCTION; an argument named classes gets the number of classes"""
     normalize: Change = "as-is"
     """before training, insert batch normalization into your network, convert its batch normalization to this library's
     layers, or remove it"""

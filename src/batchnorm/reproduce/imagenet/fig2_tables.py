@@ -304,7 +304,7 @@ def dropout(finished: Mapping[str, Finished]) -> Section:
     )
     overfit = [name for seeds, name in zip(networks, ("without BN", "with BN"), strict=True) if _overfits_most(seeds)]
     if overfit:
-        text += f" With the least dropout, these networks overfit visibly in all runs: {', '.join(overfit)}."
+        text += f" With the least dropout, all runs of these networks overfit visibly: {', '.join(overfit)}."
     repeated = _repeated(finished)
     if repeated is not None:
         text += (
