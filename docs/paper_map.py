@@ -172,7 +172,7 @@ SECTIONS: dict[str, list[Row]] = {
             r"$z = g(Wu + b)$ becomes $z = g(\mathrm{BN}(Wu))$; the bias is dropped",
             ("z = g(BN(Wu))", "z = g(Wu + b)", "l. 1-5; Sec. 3.2"),
             (
-                "paper/test_sec_3_2_convolution.py::test_a_bias_before_bn_is_cancelled",
+                "paper/test_sec_3_2_convolution.py::test_a_bias_before_bn_is_canceled",
                 "known_problems/test_conventions.py::test_insert_leaves_no_dead_bias",
             ),
         ),

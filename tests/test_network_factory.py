@@ -31,7 +31,7 @@ def nothing(classes):
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder with mynet.py, which imports its neighbour helper.py."""
+    """A folder with mynet.py, which imports its neighbor helper.py."""
     (tmp_path / "mynet.py").write_text(SOURCE)
     (tmp_path / "helper.py").write_text("WIDTH = 3")
     monkeypatch.chdir(tmp_path)

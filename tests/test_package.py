@@ -121,7 +121,7 @@ def test_command_line_lists_its_commands():
     assert wrong.stderr.endswith("there is no command 'nonsense'\n")
 
 
-def test_a_mistyped_command_is_recognised(capsys):
+def test_a_mistyped_command_is_recognized(capsys):
     assert main(["tarin"]) == 2
     assert capsys.readouterr().err.endswith("there is no command 'tarin'; perhaps you meant 'train'\n")
 

@@ -12,7 +12,7 @@ from .optional_packages import MissingExtraError, require
 from .results import read_json, write_atomically
 
 # BLUE stands for networks with batch normalization, and ORANGE for networks without it.
-BLUE, ORANGE, GREEN, GREY = "#2a6fc9", "#d9622b", "#14835b", "#8b8a84"
+BLUE, ORANGE, GREEN, GRAY = "#2a6fc9", "#d9622b", "#14835b", "#8b8a84"
 
 
 def picture(draw: Callable[[Any], Any], path: Path) -> None:
@@ -24,7 +24,7 @@ def picture(draw: Callable[[Any], Any], path: Path) -> None:
         "axes.linewidth": 0.6, "axes.grid": True, "axes.grid.axis": "y", "grid.alpha": 0.25, "grid.linewidth": 0.5,
         "legend.frameon": False, "lines.linewidth": 1.3, "figure.constrained_layout.use": True,
         "figure.constrained_layout.w_pad": 0.08,  # inches between panels, so that tick labels do not touch
-        "svg.hashsalt": "batchnorm", "axes.prop_cycle": plt.cycler(color=(BLUE, ORANGE, GREEN, GREY)),
+        "svg.hashsalt": "batchnorm", "axes.prop_cycle": plt.cycler(color=(BLUE, ORANGE, GREEN, GRAY)),
     }  # fmt: skip
     with plt.rc_context(style):
         figure = draw(plt)

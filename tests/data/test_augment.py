@@ -5,7 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from batchnorm.data import Augment, Normalize
-from batchnorm.data.augment import COLOUR_COMPONENTS, GREY, IMAGENET_MEAN, IMAGENET_STD, STRENGTHS
+from batchnorm.data.augment import COLOR_COMPONENTS, GRAY, IMAGENET_MEAN, IMAGENET_STD, STRENGTHS
 
 
 def images(n=16, side=7):
@@ -22,8 +22,8 @@ def numbers_of(n, seed=0):
     return torch.cat([torch.rand(n, 8, generator=generator), torch.randn(n, 3, generator=generator)], dim=1)
 
 
-def grey(x):
-    return sum(w * c for w, c in zip(GREY, x, strict=True))
+def gray(x):
+    return sum(w * c for w, c in zip(GRAY, x, strict=True))
 
 
 def reference(image, numbers, strength, flip=True):
@@ -32,11 +32,11 @@ def reference(image, numbers, strength, flip=True):
     if flip and numbers[0] < 0.5:
         x = x.flip(-1)
     b, c, s = (1 + strength.factor * (2 * numbers[1:4].double() - 1)).tolist()
-    noise = torch.tensor(COLOUR_COMPONENTS).double() @ (strength.lighting * numbers[8:11].double())
+    noise = torch.tensor(COLOR_COMPONENTS).double() @ (strength.lighting * numbers[8:11].double())
     operations = [
         lambda x: b * x,
-        lambda x: c * x + (1 - c) * grey(x).mean(),
-        lambda x: s * x + (1 - s) * grey(x),
+        lambda x: c * x + (1 - c) * gray(x).mean(),
+        lambda x: s * x + (1 - s) * gray(x),
         lambda x: x + noise[:, None, None],
     ]
     for k in numbers[4:8].argsort().tolist():
@@ -78,12 +78,12 @@ def test_other_means_and_deviations():
     x, mean, std = images(), (0.1, 0.5, 0.7), (0.5, 0.3, 0.2)
     usual, other = Augment("full"), Augment("full", mean=mean, std=std)
 
-    def colours(y, mean, std):
+    def colors(y, mean, std):
         mean, std = (torch.tensor(v)[:, None, None] for v in (mean, std))
         return y * std + mean
 
-    expected = colours(usual(x, draws_of(usual, 16)), IMAGENET_MEAN, IMAGENET_STD)
-    torch.testing.assert_close(colours(other(x, draws_of(other, 16)), mean, std), expected, atol=2e-6, rtol=1e-5)
+    expected = colors(usual(x, draws_of(usual, 16)), IMAGENET_MEAN, IMAGENET_STD)
+    torch.testing.assert_close(colors(other(x, draws_of(other, 16)), mean, std), expected, atol=2e-6, rtol=1e-5)
 
 
 def test_autocast_rounds_nothing():

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batchnorm.data.crop_boxes import CROP_AREA, CROP_ASPECT, DRAWS, centre_box, random_box
+from batchnorm.data.crop_boxes import CROP_AREA, CROP_ASPECT, DRAWS, center_box, random_box
 from batchnorm.data.random_numbers import uniforms
 
 SIDES = st.integers(1, 2000)
@@ -19,8 +19,8 @@ def test_random_boxes_lie_inside_the_image(draws, width, height):
 
 
 @given(SIDES, SIDES, st.integers(1, 500))
-def test_centre_boxes_lie_inside_the_image(width, height, size):
-    box = centre_box(width, height, size)
+def test_center_boxes_lie_inside_the_image(width, height, size):
+    box = center_box(width, height, size)
     assert 0 <= box.left < box.right <= width
     assert 0 <= box.top < box.bottom <= height
     assert box.right - box.left == box.bottom - box.top
@@ -47,7 +47,7 @@ def test_random_boxes_are_distributed_as_stated(area):
     np.testing.assert_allclose(np.quantile(place, [0.25, 0.5, 0.75]), [0.25, 0.5, 0.75], atol=0.03)
 
 
-def test_an_image_too_long_for_any_crop_gives_its_centre():
+def test_an_image_too_long_for_any_crop_gives_its_center():
     box = random_box([0.99] * DRAWS, 1000, 10)
     assert (box.bottom - box.top, box.right - box.left) == (10, 13)
     assert box.left == (1000 - 13) // 2
@@ -63,6 +63,6 @@ def test_an_image_too_long_for_any_crop_gives_its_centre():
         (100, 50, 50, "a smaller image is seen up to its short side"),
     ],
 )
-def test_centre_box(width, height, side, why):
-    box = centre_box(width, height, 224)
+def test_center_box(width, height, side, why):
+    box = center_box(width, height, 224)
     assert box.right - box.left == side, why

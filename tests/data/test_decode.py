@@ -61,8 +61,8 @@ def test_small_crops_of_large_jpegs_keep_their_pixels():
 
 
 MODES = {
-    "grey": lambda im: encoded(im.convert("L"), "JPEG", quality=95),
-    "grey and alpha": lambda im: encoded(im.convert("LA")),
+    "gray": lambda im: encoded(im.convert("L"), "JPEG", quality=95),
+    "gray and alpha": lambda im: encoded(im.convert("LA")),
     "palette": lambda im: encoded(im.convert("P")),
     "palette, one transparent": lambda im: encoded(im.convert("P"), transparency=3),
     "palette, bytes of transparency": lambda im: encoded(im.convert("P"), transparency=bytes(range(256))),

@@ -374,7 +374,7 @@ def test_workers_end_with_their_batches(sets):
 def test_training_images_as_evaluation_sees_them(pictures, cache):
     training = open_images(pictures, size=8, batch_size=5, train=True, cache=cache)
     expected = open_images(pictures, size=8, batch_size=4, train=False, cache=cache)
-    assert_same(training.centred(4).epoch(0), expected.epoch(0))
+    assert_same(training.centered(4).epoch(0), expected.epoch(0))
 
 
 @pytest.mark.parametrize("layout", ["folder", "shards"])

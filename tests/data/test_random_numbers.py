@@ -20,7 +20,7 @@ def test_permutation_has_each_once(key, n):
     assert sorted(permutation(key, n)) == list(range(n))
 
 
-def test_permutations_of_neighbouring_keys_are_unrelated():
+def test_permutations_of_neighboring_keys_are_unrelated():
     orders = np.array([permutation(seed_at(0, epoch), 1000) for epoch in range(20)])
     correlation = np.corrcoef(orders) - np.eye(20)
     assert np.abs(correlation).max() < 0.12  # 3.8 standard deviations of 1/sqrt(1000); 190 pairs

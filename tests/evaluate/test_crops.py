@@ -36,10 +36,10 @@ def views_of(image, crops):
 
 
 # Written down by hand from the protocol: short side 256 (not resized), crops of 224.
-# Centre, upper left, upper right, lower left, lower right of each square.
+# Center, upper left, upper right, lower left, lower right of each square.
 WIDE_341 = [
     [(16, 16), (0, 0), (32, 0), (0, 32), (32, 32)],  # left square, x from 0
-    [(58, 16), (42, 0), (74, 0), (42, 32), (74, 32)],  # centre, x from (341 - 256) // 2 = 42
+    [(58, 16), (42, 0), (74, 0), (42, 32), (74, 32)],  # center, x from (341 - 256) // 2 = 42
     [(101, 16), (85, 0), (117, 0), (85, 32), (117, 32)],  # right, x from 341 - 256 = 85
 ]
 HIGH_400 = [
@@ -94,7 +94,7 @@ def test_resizing_is_that_of_pillow():
     assert np.abs(square.numpy().astype(int) - expected).max() <= 1
 
 
-def test_ten_crops_are_of_the_centre_square():
+def test_ten_crops_are_of_the_center_square():
     (views,) = views_of(coordinates(341, 256), Crops.of(10, size=224))
     assert views.shape == (10, 1, 3, 224, 224)
     assert [corners_of(v)[0][:2] for v in views[:5, 0]] == WIDE_341[1]
@@ -153,7 +153,7 @@ def test_real_photographs():
         levels = cut_squares(image, crops)
         squares = 1 if width == height else 3
         assert [tuple(level.shape) for level in levels] == [(squares, s, s, 3) for s in crops.scales]
-        # Resizing keeps the mean colour of the centre square.
+        # Resizing keeps the mean color of the center square.
         side = min(width, height)
         top, left = (height - side) // 2, (width - side) // 2
         expected = image[top : top + side, left : left + side].float().mean().item()
@@ -161,7 +161,7 @@ def test_real_photographs():
             assert abs(level[squares // 2].float().mean().item() - expected) < 1
 
 
-def test_grey_and_palette_images_are_decoded():
+def test_gray_and_palette_images_are_decoded():
     for mode in ("L", "P", "CMYK"):
         buffer = io.BytesIO()
         picture(8, 6).convert(mode).save(buffer, "JPEG" if mode == "CMYK" else "PNG")

@@ -270,7 +270,7 @@ def test_before_a_transposed_convolution_only_a_scale_could_go():
     net = nn.Sequential(nn.BatchNorm2d(4), nn.ConvTranspose2d(4, 6, 3, groups=2))
     assert "a bias cannot express" in check(net, image(2, 4, 5, 5)).report["0"].reason
 
-    class Centred(nn.Module):
+    class Centered(nn.Module):
         def __init__(self):
             super().__init__()
             self.bn = nn.BatchNorm2d(4, affine=False)
@@ -279,7 +279,7 @@ def test_before_a_transposed_convolution_only_a_scale_could_go():
         def forward(self, x):
             return self.up(self.bn(x))
 
-    net = Centred().double().eval()
+    net = Centered().double().eval()
     net.bn.running_var.uniform_(0.5, 2)
     x = image(2, 4, 5, 5).double()
     folded = bn.fold(net, x)

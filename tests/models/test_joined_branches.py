@@ -126,8 +126,8 @@ def test_nothing_is_concatenated(launches, device, monkeypatch):
     module, x = made("average", device), images(device)
     module.rearrange = True
     kernels = module.joined_kernels()
-    for kernel, neighbour in zip(kernels, joined_branches.as_neighbours(kernels, torch.float32), strict=True):
-        kernel.data = neighbour
+    for kernel, neighbor in zip(kernels, joined_branches.as_neighbors(kernels, torch.float32), strict=True):
+        kernel.data = neighbor
     monkeypatch.setattr(torch, "cat", None)
     module(x).sum().backward()
     assert len(launches) == 2
@@ -219,18 +219,18 @@ def test_global_hooks_and_those_of_the_pool_see_the_module_as_drawn(device, row)
         assert seen(module, register) == seen(drawn, register)
 
 
-def test_kernels_that_are_neighbours_are_joined_in_place():
+def test_kernels_that_are_neighbors_are_joined_in_place():
     kernels = [torch.randn(n, 6, 1, 1) for n in (3, 5)]
-    copies = joined_branches.as_neighbours(kernels, torch.float32)
+    copies = joined_branches.as_neighbors(kernels, torch.float32)
     for given in (kernels, [k.contiguous(memory_format=torch.channels_last) for k in copies], copies):
         leaves = [k.requires_grad_() for k in given]
         whole = joined_branches.join_kernels(leaves)
         assert torch.equal(whole, torch.cat(kernels))
         got = torch.autograd.grad(whole.square().sum(), leaves)
         torch.testing.assert_close(got, tuple(2 * k.detach() for k in kernels))
-    assert joined_branches.are_neighbours(copies)
-    assert not joined_branches.are_neighbours(kernels)
-    assert not joined_branches.are_neighbours(copies[::-1])
+    assert joined_branches.are_neighbors(copies)
+    assert not joined_branches.are_neighbors(kernels)
+    assert not joined_branches.are_neighbors(copies[::-1])
     with torch.no_grad():
         copies[1].zero_()  # in place, as an optimizer updates weights
     assert not joined_branches.join_kernels(copies)[3:].any()
@@ -333,8 +333,8 @@ def test_kernels_that_change_before_the_backward_pass_are_noticed(launches, devi
     module, x = made("average", device), images(device)
     module.rearrange = True
     kernels = module.joined_kernels()
-    for kernel, neighbour in zip(kernels, joined_branches.as_neighbours(kernels, torch.float32), strict=True):
-        kernel.data = neighbour
+    for kernel, neighbor in zip(kernels, joined_branches.as_neighbors(kernels, torch.float32), strict=True):
+        kernel.data = neighbor
     y = module(x.requires_grad_())
     with torch.no_grad():
         kernels[0].mul_(2)

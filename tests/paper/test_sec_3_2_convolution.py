@@ -26,7 +26,7 @@ def test_convolutional_property():
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e3])
-def test_a_bias_before_bn_is_cancelled(scale):
+def test_a_bias_before_bn_is_canceled(scale):
     conv, layer = nn.Conv2d(2, 3, 3).double(), bn.BatchNorm2d(3).double()
     u = torch.randn(4, 2, 8, 8).double()
     with_bias = layer(F.conv2d(u, conv.weight, conv.bias * scale))

@@ -130,8 +130,8 @@ def test_light_and_dark(page, tmp_path, scheme, dark):
         page,
         tmp_path,
         """
-        const light = (colour) => {
-          const [r, g, b] = colour.match(/[\\d.]+/g).map(Number);
+        const light = (color) => {
+          const [r, g, b] = color.match(/[\\d.]+/g).map(Number);
           return (0.2126 * r + 0.7152 * g + 0.0722 * b) / 255;
         };
         const style = (s, key) => light(getComputedStyle(document.querySelector(s))[key]);

@@ -364,7 +364,7 @@ def test_a_path_that_the_example_does_not_take_stays_right(alone):
 
 def test_an_activation_referred_to_elsewhere_is_not_fused():
     for keep in (
-        lambda net: setattr(net, "favourites", [net[2]]),
+        lambda net: setattr(net, "favorites", [net[2]]),
         lambda net: setattr(net, "pick", lambda relu=net[2]: relu),
         lambda net: net.append(nn.Sequential(nn.Identity(), net[2])),
         lambda net: net.append(net[1]),

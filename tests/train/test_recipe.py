@@ -92,8 +92,8 @@ def test_overrides():
 def test_json_round_trip_and_foreign_fields():
     recipe = replace(RECIPES["bn-x5"], per_activation=("5a", "5b"))
     assert Recipe.from_json(recipe.to_json()) == recipe
-    with pytest.raises(ValueError, match="unknown fields in the recipe: colour"):
-        Recipe.from_json('{"colour": 1}')
+    with pytest.raises(ValueError, match="unknown fields in the recipe: color"):
+        Recipe.from_json('{"color": 1}')
 
 
 @pytest.mark.parametrize(

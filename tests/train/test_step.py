@@ -9,7 +9,7 @@ from training import small
 
 from batchnorm.data import Augment
 from batchnorm.models.bn_inception.blocks import InceptionModule
-from batchnorm.models.bn_inception.joined_branches import are_neighbours
+from batchnorm.models.bn_inception.joined_branches import are_neighbors
 from batchnorm.train import RECIPES
 from batchnorm.train.distributed import Ranks
 from batchnorm.train.fused_update import FusedUpdate
@@ -49,7 +49,7 @@ def test_a_step_without_kernels_to_cast():
     assert not torch.equal(net[1].weight, before)
 
 
-def test_copies_of_kernels_that_are_convolved_as_one_are_neighbours():
+def test_copies_of_kernels_that_are_convolved_as_one_are_neighbors():
     net = small().network(3)
     shadows = Shadows(net)
     names = {id(p): name for name, p in net.named_parameters()}
@@ -59,7 +59,7 @@ def test_copies_of_kernels_that_are_convolved_as_one_are_neighbours():
         if isinstance(module, InceptionModule)
     ]
     assert len(groups) == 10
-    assert all(are_neighbours([shadows.copies[name] for name in group]) for group in groups)
+    assert all(are_neighbors([shadows.copies[name] for name in group]) for group in groups)
     with torch.no_grad():
         for p in net.parameters():
             p.add_(1)

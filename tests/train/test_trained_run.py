@@ -73,12 +73,12 @@ def test_files_pillow_images_and_tensors_give_the_same(run, files):
     assert run.predict([]).probabilities.shape == (0, 3)
 
 
-def test_wide_and_grey_images_are_cropped_as_files_are(run, tmp_path):
+def test_wide_and_gray_images_are_cropped_as_files_are(run, tmp_path):
     pixels = np.random.default_rng(0).integers(0, 256, (70, 101), dtype=np.uint8)
     picture = Image.fromarray(pixels)
-    picture.save(tmp_path / "grey.png")
+    picture.save(tmp_path / "gray.png")
     rgb = torch.from_numpy(pixels).expand(3, -1, -1)
-    expected = run.preprocessing.crops(tmp_path / "grey.png")
+    expected = run.preprocessing.crops(tmp_path / "gray.png")
     assert torch.equal(run.preprocessing.crops(picture), expected)
     assert torch.equal(run.preprocessing.crops(rgb), expected)
 

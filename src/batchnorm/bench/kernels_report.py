@@ -12,7 +12,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..pictures import BLUE, GREEN, GREY, ORANGE, picture_beside
+from ..pictures import BLUE, GRAY, GREEN, ORANGE, picture_beside
 from ..results import write_atomically
 from .bars import Bar, geometric_mean
 
@@ -28,7 +28,7 @@ STYLES = {
     "compile": (ORANGE, "s"),
     "compile-max": ("#b58a00", "v"),
     "cudnn-fp16": (GREEN, "^"),
-    "eager": (GREY, "x"),
+    "eager": (GRAY, "x"),
 }
 
 

@@ -1,4 +1,4 @@
-"""Augment batches of training images on the device: mirror, distort the colours, normalize."""
+"""Augment batches of training images on the device: mirror, distort the colors, normalize."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import torch
 from torch import Tensor, nn
 
 Photometric = Literal["none", "reduced", "full"]
-Colour = tuple[float, float, float]
+Color = tuple[float, float, float]
 
 # Not in the paper: the commonly used means and standard deviations of ImageNet's training images.
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
 IMAGENET_STD = (0.229, 0.224, 0.225)
 # The weights of red, green and blue in the luma of Rec. 601.
-GREY = (0.299, 0.587, 0.114)
-# The principal components of ImageNet's colours, each multiplied by its eigenvalue (Krizhevsky et al. 2012, Sec. 4.1).
+GRAY = (0.299, 0.587, 0.114)
+# The principal components of ImageNet's colors, each multiplied by its eigenvalue (Krizhevsky et al. 2012, Sec. 4.1).
 # The numbers are those of fb.resnet.torch. Each column is a component.
-COLOUR_COMPONENTS = (
+COLOR_COMPONENTS = (
     (-0.5675 * 0.2175, 0.7192 * 0.0188, 0.4009 * 0.0045),
     (-0.5808 * 0.2175, -0.0045 * 0.0188, -0.8140 * 0.0045),
     (-0.5836 * 0.2175, -0.6948 * 0.0188, 0.4203 * 0.0045),
@@ -25,10 +25,10 @@ COLOUR_COMPONENTS = (
 
 
 class Strength(NamedTuple):
-    """The strength of colour distortions.
+    """The strength of color distortions.
 
     Brightness, contrast and saturation are multiplied by random factors from 1 - ``factor`` to 1 + ``factor``. The
-    random noise that is added along the principal components of ImageNet's colours is multiplied by ``lighting``.
+    random noise that is added along the principal components of ImageNet's colors is multiplied by ``lighting``.
     """
 
     factor: float
@@ -59,7 +59,7 @@ class Normalize(nn.Module):
     shift: Tensor
 
     def __init__(
-        self, mean: Colour = IMAGENET_MEAN, std: Colour = IMAGENET_STD, dtype: torch.dtype = torch.float32
+        self, mean: Color = IMAGENET_MEAN, std: Color = IMAGENET_STD, dtype: torch.dtype = torch.float32
     ) -> None:
         super().__init__()
         self.dtype = dtype
@@ -73,18 +73,18 @@ class Normalize(nn.Module):
 
 
 class Augment(Normalize):
-    """Mirror the images of a batch, distort their colours and normalize them, each image with its own random numbers.
+    """Mirror the images of a batch, distort their colors and normalize them, each image with its own random numbers.
 
-    Let x be a pixel's colour, with values in [0, 1], and grey(x) its luma. The colours of each image are distorted in
+    Let x be a pixel's color, with values in [0, 1], and gray(x) its luma. The colors of each image are distorted in
     four steps, in a random order:
 
-        brightness  x <- b x                            saturation  x <- s x + (1 - s) grey(x)
-        contrast    x <- c x + (1 - c) E[grey(x)]       lighting    x <- x + P a
+        brightness  x <- b x                            saturation  x <- s x + (1 - s) gray(x)
+        contrast    x <- c x + (1 - c) E[gray(x)]       lighting    x <- x + P a
 
     where b, c and s are random factors, E is the mean over the image's pixels, P holds the principal components of
-    ImageNet's colours, and a is normal noise. The result is clamped to [0, 1] once, at the end. Let m be the image's
-    mean colour. Each step is affine in x and m, and so is any sequence of steps. Before clamping, the distorted and
-    normalized colour is
+    ImageNet's colors, and a is normal noise. The result is clamped to [0, 1] once, at the end. Let m be the image's
+    mean color. Each step is affine in x and m, and so is any sequence of steps. Before clamping, the distorted and
+    normalized color is
 
         y = A x + T m + t
 
@@ -113,8 +113,8 @@ class Augment(Normalize):
         photometric: Photometric = "full",
         *,
         flip: bool = True,
-        mean: Colour = IMAGENET_MEAN,
-        std: Colour = IMAGENET_STD,
+        mean: Color = IMAGENET_MEAN,
+        std: Color = IMAGENET_STD,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__(mean, std, dtype)
@@ -127,7 +127,7 @@ class Augment(Normalize):
     def draw(self, n: int, generator: torch.Generator) -> Tensor:
         """Draw the random numbers for ``n`` images, and return a tensor with one row per image.
 
-        An image is mirrored if the first number of its row is below 0.5. If colours are distorted, the row also holds
+        An image is mirrored if the first number of its row is below 0.5. If colors are distorted, the row also holds
         the image's A, T and t / 3; :meth:`forward` adds t / 3 three times. In a distributed run, draw for the whole
         batch on every rank, and pass each rank's rows to its :meth:`forward`.
         """
@@ -159,13 +159,13 @@ class Augment(Normalize):
 class Distortions:
     """Combine brightness, contrast, saturation and lighting, in each image's random order, with the normalization.
 
-    Let G x = (w x, w x, w x) be the grey of a colour x, where w x is its luma, and let m be the image's mean colour. A
+    Let G x = (w x, w x, w x) be the gray of a color x, where w x is its luma, and let m be the image's mean color. A
     pixel is a sum of three terms:
 
         x = G m + G (x - m) + (x - G x)
 
     Brightness multiplies all three terms by b, contrast multiplies the last two by c, and saturation multiplies the
-    last by s. The order of these three steps does not matter. Lighting adds a colour l, that is, G l to the first term
+    last by s. The order of these three steps does not matter. Lighting adds a color l, that is, G l to the first term
     and l - G l to the last. Only the factors of steps after lighting apply to l: b' is b, or 1 if brightness came
     before lighting; c' and s' are defined likewise. So the distorted pixel is
 
@@ -183,19 +183,19 @@ class Distortions:
     [4, 0, 0, 0, 0, 0, -170]
     """
 
-    def __init__(self, strength: Strength, mean: Colour, std: Colour) -> None:
+    def __init__(self, strength: Strength, mean: Color, std: Color) -> None:
         self.strength = strength
-        eye, grey = torch.eye(3).double(), torch.tensor(GREY).double().expand(3, 3)
-        components = torch.tensor(COLOUR_COMPONENTS).double()
+        eye, gray = torch.eye(3).double(), torch.tensor(GRAY).double().expand(3, 3)
+        components = torch.tensor(COLOR_COMPONENTS).double()
         # `parts` has one 3 x 7 matrix for each coefficient of y in the class docstring: b, bc and bcs, then b' for each
         # of the three noise components, then b'c's' for each of them. A matrix has one row per output channel, with
         # three factors of x, three factors of m and the offset.
         parts = torch.zeros(9, 3, 7, dtype=torch.float64)
-        parts[0, :, 3:6] = grey
-        parts[1, :, :6] = torch.cat([grey, -grey], dim=1)
-        parts[2, :, :3] = eye - grey
-        parts[3:6, :, 6] = (grey @ components).T
-        parts[6:9, :, 6] = ((eye - grey) @ components).T
+        parts[0, :, 3:6] = gray
+        parts[1, :, :6] = torch.cat([gray, -gray], dim=1)
+        parts[2, :, :3] = eye - gray
+        parts[3:6, :, 6] = (gray @ components).T
+        parts[6:9, :, 6] = ((eye - gray) @ components).T
         constant = torch.zeros(3, 7, dtype=torch.float64)
         constant[:, 6] = -torch.tensor(mean).double()
         # For each channel of y, Augment.forward adds the stored offset to each of three products and then sums the
@@ -209,7 +209,7 @@ class Distortions:
         Args:
             uniform: numbers in [0, 1) of shape (n, 7): three for the factors of brightness, contrast and saturation,
                 then four sort keys that order brightness, contrast, saturation and lighting.
-            normal: normal noise of shape (n, 3), one column for each principal component of the colours.
+            normal: normal noise of shape (n, 3), one column for each principal component of the colors.
 
         Returns:
             A float32 tensor of shape (n, 3, 3 + 3 + 1), for x and m from 0 to 255.

@@ -10,8 +10,8 @@ from typing import NamedTuple
 # at an aspect ratio between 3/4 and 4/3.
 CROP_AREA = (0.08, 1.0)
 CROP_ASPECT = (3 / 4, 4 / 3)
-# Not in the paper: the usual centre crop, a square of 224 pixels from an image whose short side has 256 pixels.
-CENTRE_SHARE = 224 / 256
+# Not in the paper: the usual center crop, a square of 224 pixels from an image whose short side has 256 pixels.
+CENTER_SHARE = 224 / 256
 
 ATTEMPTS = 10
 DRAWS = 4 * ATTEMPTS
@@ -33,7 +33,7 @@ class Box(NamedTuple):
 def random_box(draws: Sequence[float], width: int, height: int, area: tuple[float, float] = CROP_AREA) -> Box:
     """Return a rectangle of random area, aspect ratio and position, like GoogLeNet's training crops.
 
-    If no attempt fits into the image, return the largest centred rectangle of an allowed aspect ratio.
+    If no attempt fits into the image, return the largest centered rectangle of an allowed aspect ratio.
 
     Args:
         draws: :data:`DRAWS` numbers in [0, 1), four for each attempt.
@@ -52,24 +52,24 @@ def random_box(draws: Sequence[float], width: int, height: int, area: tuple[floa
         if 0 < w <= width and 0 < h <= height:
             left, top = int(x * (width - w + 1)), int(y * (height - h + 1))
             return Box(left, top, left + w, top + h)
-    return _centred(min(width, round(height * wide)), min(height, round(width / narrow)), width, height)
+    return _centered(min(width, round(height * wide)), min(height, round(width / narrow)), width, height)
 
 
-def centre_box(width: int, height: int, size: int) -> Box:
-    """Return the centre square for evaluation; unless the image is small, the square's side is 7/8 of the short side.
+def center_box(width: int, height: int, size: int) -> Box:
+    """Return the center square for evaluation; unless the image is small, the square's side is 7/8 of the short side.
 
     Resizing this square to ``size`` is equivalent to resizing the image's short side to 8/7 of ``size`` and cutting out
-    the centre. If 7/8 of the short side is less than ``size``, the square's side is ``size`` or the short side,
+    the center. If 7/8 of the short side is less than ``size``, the square's side is ``size`` or the short side,
     whichever is smaller.
 
-    >>> centre_box(512, 256, 224), centre_box(64, 64, 64)
+    >>> center_box(512, 256, 224), center_box(64, 64, 64)
     (Box(left=144, top=16, right=368, bottom=240), Box(left=0, top=0, right=64, bottom=64))
     """
     short = min(width, height)
-    side = max(round(short * CENTRE_SHARE), min(short, size))
-    return _centred(side, side, width, height)
+    side = max(round(short * CENTER_SHARE), min(short, size))
+    return _centered(side, side, width, height)
 
 
-def _centred(w: int, h: int, width: int, height: int) -> Box:
+def _centered(w: int, h: int, width: int, height: int) -> Box:
     left, top = (width - w) // 2, (height - h) // 2
     return Box(left, top, left + w, top + h)

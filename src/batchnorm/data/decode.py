@@ -33,7 +33,7 @@ def decode_crop(data: bytes, choose: Choose, out: Tensor) -> tuple[int, int]:
     The image is converted to RGB, cropped and resized with torch's antialiased bilinear filter. If the crop of a JPEG
     is at least twice as wide and high as ``out``, the JPEG is decoded at a half, a quarter or an eighth of its size.
     The crop is rounded to whole pixels of the decoded image, which moves the edges of a downscaled JPEG's crop by at
-    most half an output pixel. Grey, palette, CMYK and 16-bit images become RGB; transparency is dropped.
+    most half an output pixel. Gray, palette, CMYK and 16-bit images become RGB; transparency is dropped.
 
     Args:
         data: the encoded image.

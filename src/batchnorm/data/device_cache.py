@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..optional_packages import require
 from ..results import sync
-from .crop_boxes import CENTRE_SHARE, Box
+from .crop_boxes import CENTER_SHARE, Box
 from .decode import decode_crop
 from .image_sources import ImageSource, open_source, sample_examples
 from .loader import BatchReader, CorruptFile, Crop, Prefetcher, Request, whole_images
@@ -135,9 +135,9 @@ def crop_resize(images: Tensor, boxes: Tensor, size: int) -> Tensor:
 def _triangle_filter(start: Tensor, stop: Tensor, pixels: int, size: int) -> Tensor:
     """Return each input pixel's weight in each output pixel, of shape (n, size, pixels); outside the box, it is 0."""
     scale = ((stop - start) / size)[:, None]
-    centre = start[:, None] + scale * (torch.arange(size, device=start.device) + 0.5)
+    center = start[:, None] + scale * (torch.arange(size, device=start.device) + 0.5)
     pixel = torch.arange(pixels, device=start.device) + 0.5
-    weight = (1 - (pixel - centre[..., None]).abs() / scale.clamp(min=1)[..., None]).clamp(min=0)
+    weight = (1 - (pixel - center[..., None]).abs() / scale.clamp(min=1)[..., None]).clamp(min=0)
     # Pixels that lie only partly in the box count as inside, so at least one pixel is always inside.
     inside = (pixel > start.floor()[:, None]) & (pixel < stop.ceil()[:, None])
     weight = weight * inside[:, None]
@@ -152,7 +152,7 @@ def _cached_side(source: ImageSource, size: int) -> int:
             longest = max(longest, *decode_crop(source.read(example), whole, pixel))
         except (ValueError, OSError):
             continue
-    return min(longest, math.ceil(size / CENTRE_SHARE))
+    return min(longest, math.ceil(size / CENTER_SHARE))
 
 
 def _to(tensor: Tensor, device: torch.device) -> Tensor:

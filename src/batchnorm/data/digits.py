@@ -30,7 +30,7 @@ def mnist(dtype: torch.dtype = torch.float32) -> MNIST:
     Args:
         dtype: the dtype of the images.
 
-    MNIST is by Y. LeCun and C. Cortes, under the licence CC BY-SA 3.0; see ``LICENSE-mnist.md`` in this package.
+    MNIST is by Y. LeCun and C. Cortes, under the license CC BY-SA 3.0; see ``LICENSE-mnist.md`` in this package.
 
     >>> mnist().train.images.shape, mnist().test.labels[:3]
     (torch.Size([60000, 784]), tensor([7, 2, 1]))

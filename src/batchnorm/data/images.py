@@ -14,7 +14,7 @@ from torch import Tensor
 from .crop_boxes import CROP_AREA
 from .device_cache import DeviceCache, open_decoded
 from .image_sources import ImageSource, open_source
-from .loader import BatchReader, CorruptFile, Crop, Prefetcher, Request, centre_crops, random_crops
+from .loader import BatchReader, CorruptFile, Crop, Prefetcher, Request, center_crops, random_crops
 from .order import Order, Shuffle
 
 
@@ -58,10 +58,10 @@ class ImageBatches:
         """Return the number of steps in an epoch, the same on every rank."""
         return len(self.order)
 
-    def centred(self, batch_size: int) -> ImageBatches:
-        """Return batches of the same examples for evaluation: the centre square of each image, in stored order."""
+    def centered(self, batch_size: int) -> ImageBatches:
+        """Return batches of the same examples for evaluation: the center square of each image, in stored order."""
         order = replace(self.order, train=False, batch_size=batch_size)
-        crop, load = partial(centre_crops, size=self.size), self._load
+        crop, load = partial(center_crops, size=self.size), self._load
         if isinstance(load, Prefetcher):
             load = Prefetcher(BatchReader(self._source, crop, self.size), load.workers, load.device)
         return ImageBatches(self._source, order, crop, self.size, load, self.max_corrupt)
@@ -142,7 +142,7 @@ def open_images(
     """Open one split of an image folder or of tar shards as batches of crops.
 
     In training (``train=True``), every example is used once per epoch, in random order and with a random crop. In
-    evaluation, the examples are used in stored order, each as its centre square. Workers only read, decode and crop the
+    evaluation, the examples are used in stored order, each as its center square. Workers only read, decode and crop the
     images; :class:`batchnorm.data.Augment` then mirrors, distorts and normalizes them.
 
     Args:
@@ -152,7 +152,7 @@ def open_images(
         size: the side of the crops.
         batch_size: the number of examples in a step over all ranks; see :class:`batchnorm.data.Order` for each rank's
             part and for the last steps.
-        train: True for random order and random crops, False for stored order and centre squares.
+        train: True for random order and random crops, False for stored order and center squares.
         shuffle: the random order of training, ``"fixed"`` or ``"epoch"``; see :class:`batchnorm.data.Order`.
         seed: the seed of the order and the crops.
         rank: the rank of this process.
@@ -186,7 +186,7 @@ def open_images(
     where = torch.device(device)
     source = open_source(path, split)
     order = Order(source.shard_sizes, batch_size, train, shuffle, seed, rank, world_size)
-    crop: Crop = partial(random_crops, seed=seed, area=crop_area) if train else partial(centre_crops, size=size)
+    crop: Crop = partial(random_crops, seed=seed, area=crop_area) if train else partial(center_crops, size=size)
     load: Prefetcher | DeviceCache
     if cache == "device" and decoded is not None:
         load = open_decoded(Path(path).expanduser(), split, size, folder=decoded, workers=workers, device=where)

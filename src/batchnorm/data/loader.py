@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from .crop_boxes import CROP_AREA, DRAWS, Box, centre_box, random_box
+from .crop_boxes import CROP_AREA, DRAWS, Box, center_box, random_box
 from .decode import Choose, CorruptImageError, decode_crop
 from .image_sources import ImageSource
 from .random_numbers import seed_at, uniforms
@@ -63,9 +63,9 @@ def random_crops(request: Request, *, seed: int, area: tuple[float, float] = CRO
     return [partial(random_box, row, area=area) for row in draws]
 
 
-def centre_crops(request: Request, *, size: int) -> Sequence[Choose]:
-    """Choose the centre square of each image."""
-    return [partial(centre_box, size=size)] * len(request.examples)
+def center_crops(request: Request, *, size: int) -> Sequence[Choose]:
+    """Choose the center square of each image."""
+    return [partial(center_box, size=size)] * len(request.examples)
 
 
 def whole_images(request: Request) -> Sequence[Choose]:

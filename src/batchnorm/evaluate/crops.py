@@ -27,12 +27,12 @@ class Crops:
 
     The image is resized once for each of ``scales``, so that its short side equals the scale. Smaller images are
     enlarged, so every image has all crops. Each resized image gives squares whose side is its short side: one at the
-    centre, or three at the left, centre and right (top, centre and bottom of a tall image). Each square gives crops of
-    ``size``: its centre; with ``corners`` also its four corners; with ``whole`` also the square itself, resized.
+    center, or three at the left, center and right (top, center and bottom of a tall image). Each square gives crops of
+    ``size``: its center; with ``corners`` also its four corners; with ``whole`` also the square itself, resized.
     ``mirror`` adds the mirror image of each crop.
 
-    By default, ``scales`` is empty and there is one crop: the centre square that validation during training uses
-    (:func:`batchnorm.data.crop_boxes.centre_box`).
+    By default, ``scales`` is empty and there is one crop: the center square that validation during training uses
+    (:func:`batchnorm.data.crop_boxes.center_box`).
 
     Args:
         size: height and width of the crops, the network's input.
@@ -62,7 +62,7 @@ class Crops:
 
     def __post_init__(self) -> None:
         if self.squares not in (1, 3):
-            raise ValueError(f"squares={self.squares}: must be 1 (the centre) or 3")
+            raise ValueError(f"squares={self.squares}: must be 1 (the center) or 3")
         small = [scale for scale in self.scales if scale < self.size]
         if self.size < 1:
             raise ValueError(f"size={self.size}: must be 1 or more")
@@ -76,7 +76,7 @@ class Crops:
     def of(cls, count: Count, size: int) -> Crops:
         """Return one of the usual sets of 1, 10 or 144 crops, for crops of any size.
 
-        One crop is the centre. Ten crops are the corners and the centre of the centre square at one scale, and their
+        One crop is the center. Ten crops are the corners and the center of the center square at one scale, and their
         mirror images (Krizhevsky et al., 2012). 144 crops are GoogLeNet's: 4 scales x 3 squares x 6 crops, and their
         mirror images.
         """
@@ -128,16 +128,16 @@ def square_boxes(width: int, height: int, squares: int) -> tuple[Square, ...]:
 
 
 def crop_boxes(side: int, size: int, corners: bool) -> tuple[Square, ...]:
-    """Return the boxes of the crops in a square: the centre, then the corners.
+    """Return the boxes of the crops in a square: the center, then the corners.
 
     >>> crop_boxes(256, 224, corners=False)
     (Square(left=16, top=16, right=240, bottom=240),)
     """
     room = side - size
-    centre = _square(room // 2, room // 2, size)
+    center = _square(room // 2, room // 2, size)
     if not corners:
-        return (centre,)
-    return (centre, *(_square(left, top, size) for top in (0, room) for left in (0, room)))
+        return (center,)
+    return (center, *(_square(left, top, size) for top in (0, room) for left in (0, room)))
 
 
 def _square(left: int, top: int, side: int) -> Square:

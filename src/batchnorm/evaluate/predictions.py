@@ -20,7 +20,7 @@ from .square_crops import SquareBatches, Squares
 def cut_views(squares: Tensor, crops: Crops) -> Tensor:
     """Cut the crops out of squares of one scale; return uint8 of shape (crops per square, squares, 3, size, size).
 
-    The order is the centre, the corners, the whole square, then their mirror images.
+    The order is the center, the corners, the whole square, then their mirror images.
 
     >>> cut_views(torch.zeros(6, 3, 73, 73, dtype=torch.uint8), Crops.of(144, size=64)).shape
     torch.Size([12, 6, 3, 64, 64])

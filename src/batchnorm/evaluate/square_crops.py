@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from ..data.crop_boxes import centre_box
+from ..data.crop_boxes import center_box
 from ..data.decode import CorruptImageError, decode_crop, to_rgb
 from ..data.image_sources import ImageSource, check_complete, open_source
 from ..data.loader import CorruptFile
@@ -87,7 +87,7 @@ class SquareReader(Dataset[Squares]):
             image = decode(data)
             return cut_squares(image, self.crops), min(image.shape[:2])
         square = torch.empty(1, size, size, 3, dtype=torch.uint8)
-        return [square], min(decode_crop(data, partial(centre_box, size=size), square[0]))
+        return [square], min(decode_crop(data, partial(center_box, size=size), square[0]))
 
 
 class SquareBatches:
@@ -177,7 +177,7 @@ def decode(data: bytes) -> Tensor:
 def cut_squares(image: Tensor, crops: Crops) -> list[Tensor]:
     """Return the squares of an image for each scale, in tensors of shape (squares, side, side, 3).
 
-    The left, centre and right squares of a square image are the same, so only one of them is returned.
+    The left, center and right squares of a square image are the same, so only one of them is returned.
 
     >>> [tuple(squares.shape) for squares in cut_squares(torch.zeros(48, 64, 3, dtype=torch.uint8), Crops.of(10, 32))]
     [(1, 37, 37, 3)]

@@ -28,7 +28,7 @@ def holders(net: nn.Module) -> dict[nn.Module, list[Holder]]:
     """Return, for each module, the modules that refer to it: parents, and modules with a reference in an attribute.
 
     >>> net = nn.Sequential(nn.ReLU(), nn.Tanh())
-    >>> net.favourites = [net[1]]
+    >>> net.favorites = [net[1]]
     >>> [holder.key for holder in holders(net)[net[1]]]
     ['1', None]
     """

@@ -56,12 +56,12 @@ class Sync:
         features = Features(x, options.pop("feature_dims"))
         call = features.call(x, gamma, beta, eps, **options)
         # Compute the means in float64, so that the difference of two large means is precise.
-        local, centred = batch_moments(call.x, call.reduced_dims, call.mask, mean_dtype=torch.float64)
+        local, centered = batch_moments(call.x, call.reduced_dims, call.mask, mean_dtype=torch.float64)
         own = Moments(local.count.double(), local.mean.flatten(), local.var.double().flatten())
         merged = ops.merge(collectives.gather_moments(own, self.group))
-        centred = centred + (local.mean - per_channel(merged.mean, call.x)).to(centred.dtype)
-        merged = Moments(*(v.to(centred.dtype) for v in merged))
-        y = finish(call, scale_and_shift(call, centred, per_channel(merged.var, call.x)))
+        centered = centered + (local.mean - per_channel(merged.mean, call.x)).to(centered.dtype)
+        merged = Moments(*(v.to(centered.dtype) for v in merged))
+        y = finish(call, scale_and_shift(call, centered, per_channel(merged.var, call.x)))
         return features.restore(y), features.restore_moments(merged)
 
 

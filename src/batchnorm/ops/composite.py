@@ -30,8 +30,8 @@ def run(call: Call) -> tuple[Tensor, Moments]:
 
     Paper: Alg. 1
     """
-    moments, centred = batch_moments(call.x, call.reduced_dims, call.mask)
-    y = finish(call, scale_and_shift(call, centred, moments.var))
+    moments, centered = batch_moments(call.x, call.reduced_dims, call.mask)
+    y = finish(call, scale_and_shift(call, centered, moments.var))
     moments = Moments(moments.count, moments.mean.flatten(), moments.var.flatten())
     if call.running is not None:
         moments = Moments(*(v.detach() for v in moments))
@@ -46,8 +46,8 @@ def normalize(call: Call, mean: Tensor, var: Tensor) -> Tensor:
     """
     dtype = statistics_dtype(call.x)
     x = call.x if call.mask is None else torch.where(call.mask, call.x, 0)
-    centred = x.to(dtype) - per_channel(mean.to(dtype), x)
-    return finish(call, scale_and_shift(call, centred, per_channel(var.to(dtype), x)))
+    centered = x.to(dtype) - per_channel(mean.to(dtype), x)
+    return finish(call, scale_and_shift(call, centered, per_channel(var.to(dtype), x)))
 
 
 def backward(call: Call, dy: Tensor, passes: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -60,16 +60,16 @@ def backward(call: Call, dy: Tensor, passes: Tensor | None = None) -> tuple[Tens
     Paper: Sec. 3, gradients
     """
     dims = call.reduced_dims
-    moments, centred = batch_moments(call.x, dims)
+    moments, centered = batch_moments(call.x, dims)
     invstd = torch.rsqrt(moments.var + call.eps)
-    x_hat = centred * invstd
+    x_hat = centered * invstd
     dz = dy.to(x_hat.dtype)
     if passes is not None:
         dz = torch.where(
             passes.bool(), dz, dz * (call.activation.slope if call.activation.name == "leaky_relu" else 0.0)
         )
     elif call.activation.name != "identity":
-        z = scale_and_shift(call, centred, moments.var)
+        z = scale_and_shift(call, centered, moments.var)
         z = z if call.residual is None else z + call.residual.to(z.dtype)
         dz = call.activation.backward(dz, z)
     scale = invstd if call.gamma is None else invstd * per_channel(call.gamma.to(invstd.dtype), x_hat)
@@ -88,21 +88,21 @@ def moments_backward(x: Tensor, dmean: Tensor | None, dvar: Tensor | None, mean:
     m = x.numel() // x.shape[1]
     dx = None
     if dvar is not None:
-        centred = batch_moments(x, [0, *range(2, x.dim())])[1] if mean is None else x - per_channel(mean, x)
-        dx = centred * per_channel(dvar * (2 / m), x)
+        centered = batch_moments(x, [0, *range(2, x.dim())])[1] if mean is None else x - per_channel(mean, x)
+        dx = centered * per_channel(dvar * (2 / m), x)
     if dmean is not None:
         each = per_channel(dmean / m, x)
         dx = each.expand(x.shape) if dx is None else dx + each
     return None if dx is None else dx.to(x.dtype)
 
 
-def scale_and_shift(call: Call, centred: Tensor, var: Tensor) -> Tensor:
+def scale_and_shift(call: Call, centered: Tensor, var: Tensor) -> Tensor:
     """Return gamma * x_hat + beta, computed from the centered values in their dtype."""
     scale = torch.rsqrt(var + call.eps)
     if call.gamma is not None:
-        scale = scale * per_channel(call.gamma.to(centred.dtype), centred)
-    z = centred * scale
-    return z if call.beta is None else z + per_channel(call.beta.to(centred.dtype), centred)
+        scale = scale * per_channel(call.gamma.to(centered.dtype), centered)
+    z = centered * scale
+    return z if call.beta is None else z + per_channel(call.beta.to(centered.dtype), centered)
 
 
 def finish(call: Call, z: Tensor) -> Tensor:

@@ -76,10 +76,10 @@ def batch_moments(
     hi = torch.where(hi.isfinite(), hi, 0)
     shifted = x - hi if mask is None else torch.where(mask, x - hi, 0)
     lo = average(shifted)
-    centred = shifted - lo if mask is None else torch.where(mask, shifted - lo, 0)
-    var = average(centred * centred)
+    centered = shifted - lo if mask is None else torch.where(mask, shifted - lo, 0)
+    var = average(centered * centered)
     mean = hi.to(mean_dtype) + lo.to(mean_dtype) if mean_dtype else hi + lo
-    return Moments(count, mean, var), centred
+    return Moments(count, mean, var), centered
 
 
 def merge(parts: Moments) -> Moments:

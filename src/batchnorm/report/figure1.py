@@ -13,7 +13,7 @@ from .runs import Run
 
 TARGETS = (*(k / 10 for k in range(1, 10)), 0.95, 0.96, 0.97, 0.98)
 SHOWN = 6  # the largest number of accuracies in the table of steps_to
-COLOURS = {False: ORANGE, True: BLUE}
+COLORS = {False: ORANGE, True: BLUE}
 
 
 def draw(runs: Sequence[Run], out: Path) -> list[Path]:
@@ -40,7 +40,7 @@ def _figure1(pair: dict[bool, Run | None], plt: Any) -> Any:
     axes[2].sharey(axes[1])
     _accuracy(axes[0], pair)
     for axis, kind, letter in ((axes[1], False, "b"), (axes[2], True, "c")):
-        _bands(axis, pair[kind], f"({letter}) {'With' if kind else 'Without'} BN", COLOURS[kind])
+        _bands(axis, pair[kind], f"({letter}) {'With' if kind else 'Without'} BN", COLORS[kind])
     return figure
 
 
@@ -49,18 +49,18 @@ def _accuracy(axis: Any, pair: dict[bool, Run | None]) -> None:
         if run is None or not run.accuracy:
             continue
         steps, values = zip(*run.accuracy, strict=True)
-        axis.plot(steps, values, color=COLOURS[kind], lw=1.4, ls="-" if kind else (0, (4, 2)))
+        axis.plot(steps, values, color=COLORS[kind], lw=1.4, ls="-" if kind else (0, (4, 2)))
         label = "With BN" if kind else "Without BN"
         side = 7 if kind else -22
         axis.annotate(
-            label, (steps[-1], values[-1]), (0, side), textcoords="offset points", ha="right", color=COLOURS[kind]
+            label, (steps[-1], values[-1]), (0, side), textcoords="offset points", ha="right", color=COLORS[kind]
         )
     axis.set_ylim(0.7, 1.0)
     axis.set_title("(a) Test accuracy")
     _thousands(axis)
 
 
-def _bands(axis: Any, run: Run | None, title: str, colour: str) -> None:
+def _bands(axis: Any, run: Run | None, title: str, color: str) -> None:
     axis.set_title(title)
     if run is None or not run.layers:
         axis.text(0.5, 0.5, "no records", ha="center", transform=axis.transAxes)
@@ -69,11 +69,11 @@ def _bands(axis: Any, run: Run | None, title: str, colour: str) -> None:
     unit = run.typical(layer)
     steps = [r.step for r in run.percentiles]
     low, middle, high = zip(*(r.percentiles[layer].z[[0, -2, -1], unit].tolist() for r in run.percentiles), strict=True)
-    axis.fill_between(steps, low, high, color=colour, alpha=0.15, lw=0)
+    axis.fill_between(steps, low, high, color=color, alpha=0.15, lw=0)
     for values, width in ((low, 0.7), (middle, 1.3), (high, 0.7)):
-        axis.plot(steps, values, color=colour, lw=width)
+        axis.plot(steps, values, color=color, lw=width)
     for values, text in ((low, "15"), (middle, "50"), (high, "85")):
-        axis.annotate(text, (steps[-1], values[-1]), (3, -2), textcoords="offset points", color=colour, fontsize=7)
+        axis.annotate(text, (steps[-1], values[-1]), (3, -2), textcoords="offset points", color=color, fontsize=7)
     axis.set_ylabel(f"input of unit {unit}, {layer}", parse_math=False)
     _thousands(axis)
 

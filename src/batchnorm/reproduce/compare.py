@@ -150,7 +150,7 @@ class TrainingJob:
     recipe: Recipe
     options: Options
     steps: int
-    neighbours: int
+    neighbors: int
     """maximum number of runs that train at the same time, including this run"""
 
     @property
@@ -171,7 +171,7 @@ class TrainingJob:
 
     def __call__(self) -> None:
         """Train, or resume training."""
-        torch.set_num_threads(max(1, torch.get_num_threads() // self.neighbours))
+        torch.set_num_threads(max(1, torch.get_num_threads() // self.neighbors))
         train(self.recipe, self.options)
 
 

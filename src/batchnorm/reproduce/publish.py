@@ -96,7 +96,7 @@ def spread(values: Sequence[float]) -> float | None:
     return round(statistics.stdev(values), 5) if len(values) > 1 else None
 
 
-def colour(network: bool | str) -> str:
+def color(network: bool | str) -> str:
     """Return a network's color in pictures; ``network`` is its label, or whether it has batch normalization."""
     return BLUE if network in (True, label(True)) else ORANGE
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..arguments import Positional, arg
-from ..data.crop_boxes import CENTRE_SHARE
+from ..data.crop_boxes import CENTER_SHARE
 from ..inference import export
 from ..network_copy import outputs
 from ..network_factory import make_network
@@ -96,7 +96,7 @@ def fold(
 
 
 def _metadata(run: TrainedRun) -> dict[str, str]:
-    values = {"classes": run.classes, **asdict(run.preprocessing), "crop": CENTRE_SHARE}
+    values = {"classes": run.classes, **asdict(run.preprocessing), "crop": CENTER_SHARE}
     return {name: json.dumps(value, ensure_ascii=False) for name, value in values.items()}
 
 

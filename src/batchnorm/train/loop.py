@@ -272,7 +272,7 @@ class _Training:
         if net is not None:
             accuracy = self._accuracy(net, self.validation)
             if self.options.score_training:
-                on_training = self._accuracy(net, self.batches.centred(self.options.evaluate_batch))
+                on_training = self._accuracy(net, self.batches.centered(self.options.evaluate_batch))
         corrupt = [*self.batches.corrupt, *self.validation.corrupt]
         result = Result(
             self.recipe.name,

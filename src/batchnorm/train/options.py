@@ -50,7 +50,7 @@ class Options:
     estimate_batches: int = 200
     """number of training batches to estimate the population statistics from, at the end (Alg. 2, l. 10)"""
     score_training: bool = False
-    """also score the final network on the training images, cropped to their centre square"""
+    """also score the final network on the training images, cropped to their center square"""
     targets: tuple[float, ...] = ()
     """report the first step that reaches each of these validation accuracies, such as 0.722"""
     max_steps: int | None = None

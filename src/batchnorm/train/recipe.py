@@ -105,7 +105,7 @@ class Recipe:
     shuffle: Literal["fixed", "epoch"] = "fixed"
     """fixed: one random order for all epochs; epoch: a new order each epoch"""
     photometric: Literal["none", "reduced", "full"] = "full"  # the paper gives no strengths
-    """strength of the colour distortions"""
+    """strength of the color distortions"""
 
     seed: int = 0
     """seed of the initial weights, order, crops, distortions and dropout"""

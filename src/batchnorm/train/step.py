@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..data import Augment
 from ..layers import param_groups
 from ..models.bn_inception.blocks import InceptionModule, SeparableConv2d
-from ..models.bn_inception.joined_branches import as_neighbours
+from ..models.bn_inception.joined_branches import as_neighbors
 from ..models.bn_inception.weight_gradients import WeightGradients
 from ..ops import dispatch
 from ..ops.cuda import driver
@@ -103,7 +103,7 @@ class Shadows:
             kernels = module.joined_kernels() if isinstance(module, InceptionModule) else []
             joined = [names.get(id(kernel), "") for kernel in kernels]
             if joined and all(joined):
-                self.copies.update(zip(joined, as_neighbours(kernels, torch.bfloat16), strict=True))
+                self.copies.update(zip(joined, as_neighbors(kernels, torch.bfloat16), strict=True))
 
     def run(self, x: Tensor) -> Tensor:
         """Call the network with the bfloat16 copies."""

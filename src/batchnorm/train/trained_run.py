@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..data import Normalize
 from ..data.augment import IMAGENET_MEAN, IMAGENET_STD
-from ..data.crop_boxes import centre_box
+from ..data.crop_boxes import center_box
 from ..data.decode import CorruptImageError, crop_image, decode_crop
 from ..errors import at_least
 from ..evaluate import Crops
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """Preprocess images as in validation: cut out the centre square, resize it, and compute (x / 255 - mean) / std.
+    """Preprocess images as in validation: cut out the center square, resize it, and compute (x / 255 - mean) / std.
 
     Args:
         size: height and width of the input.
@@ -50,7 +50,7 @@ class Preprocessing:
     std: tuple[float, float, float] = IMAGENET_STD
 
     def crops(self, images: AnImage | Sequence[AnImage]) -> Tensor:
-        """Return the images' centre squares, as uint8 of shape (images, 3, size, size).
+        """Return the images' center squares, as uint8 of shape (images, 3, size, size).
 
         Args:
             images: one or several files, Pillow images or uint8 tensors of shape (3, height, width), or one tensor of
@@ -73,7 +73,7 @@ class Preprocessing:
         return normalized
 
     def _crop(self, image: AnImage, position: int, out: Tensor) -> None:
-        choose = partial(centre_box, size=self.size)
+        choose = partial(center_box, size=self.size)
         try:
             if isinstance(image, str | os.PathLike):
                 decode_crop(Path(image).expanduser().read_bytes(), choose, out)

@@ -27,7 +27,7 @@ from .channels_last import takes
 from .joined_branches import (
     Concatenation,
     Part,
-    are_neighbours,
+    are_neighbors,
     can_join,
     join_kernels,
     max_pool_beside,
@@ -383,7 +383,7 @@ class InceptionModule(nn.Module):
             x, pooled = max_pool_beside(x, stride, None if project else to["project"])
         kernels = [unit.conv.weight for unit in units.values()]
         kernel = join_kernels(kernels)
-        sources = [convolve(x, kernel, (1, 1), (0, 0)) if are_neighbours(kernels) else F.conv2d(x, kernel)]
+        sources = [convolve(x, kernel, (1, 1), (0, 0)) if are_neighbors(kernels) else F.conv2d(x, kernel)]
         # The units "three" and "double" feed further convolutions, so their outputs are not part of the module's
         # output.
         places = {"one": to.get("one"), "project": to["project"]}

@@ -279,14 +279,14 @@ class _JoinedKernels(torch.autograd.Function):
         # Save the kernels, so that autograd detects in-place changes of them before the backward pass. The joined
         # tensor has its own version counter, which does not count these changes.
         ctx.save_for_backward(*kernels)
-        return joined_view(kernels) if are_neighbours(kernels) else torch.cat(kernels)
+        return joined_view(kernels) if are_neighbors(kernels) else torch.cat(kernels)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, ...]:
         return tuple(dy.split([len(kernel) for kernel in ctx.saved_tensors]))
 
 
-def are_neighbours(kernels: Sequence[Tensor]) -> bool:
+def are_neighbors(kernels: Sequence[Tensor]) -> bool:
     """Return whether 1x1 convolution kernels have the same dtype and lie one after the other in one storage."""
     first, rows = kernels[0], kernels[0].shape[1]
     return all(k.stride(0) == rows and k[0].numel() == rows and k.dtype == first.dtype for k in kernels) and all(
@@ -304,7 +304,7 @@ def joined_view(kernels: Sequence[Tensor]) -> Tensor:
     return whole.set_(first.untyped_storage(), first.storage_offset(), shape, stride)
 
 
-def as_neighbours(kernels: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+def as_neighbors(kernels: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Return copies of 1x1 convolution kernels in the given dtype, one after the other in memory."""
     whole = torch.empty(sum(k.numel() for k in kernels), dtype=dtype, device=kernels[0].device)
     pieces = whole.split([k.numel() for k in kernels])

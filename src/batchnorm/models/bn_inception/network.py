@@ -258,7 +258,7 @@ class LocalResponseNorm(nn.LocalResponseNorm):
 
     def convolved(self, x: Tensor) -> Tensor:
         """Normalize images, with the sums computed by a convolution."""
-        weight = _neighbours(x.shape[1], self.size, self.alpha / self.size, x.dtype, x.device)
+        weight = _neighbors(x.shape[1], self.size, self.alpha / self.size, x.dtype, x.device)
         # Add k in float32 or better: in bfloat16, k + sum would be rounded to k for most sums.
         return x * (F.conv2d(x * x, weight).to(torch.promote_types(x.dtype, torch.float32)) + self.k).pow(
             -self.beta
@@ -266,7 +266,7 @@ class LocalResponseNorm(nn.LocalResponseNorm):
 
 
 @cache
-def _neighbours(channels: int, size: int, factor: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _neighbors(channels: int, size: int, factor: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the 1x1 kernel that adds up the ``size`` channels around each channel and multiplies by ``factor``."""
     with torch.inference_mode(False):  # autograd would reject a cached inference tensor
         c = torch.arange(channels)

@@ -37,7 +37,7 @@ function spread(wanted, gap, top, bottom) {
   return placed;
 }
 
-// series: [{name, colour, steps, values, width, low, high}]; low and high are the edges of a band.
+// series: [{name, color, steps, values, width, low, high}]; low and high are the edges of a band.
 function chart(panel, { series, yLabel = "", yRange = null, format = number, names = true, height = 260 }) {
   panel.querySelectorAll("svg, .tip").forEach((old) => old.remove());
   const shown = series.filter((s) => s.steps.length);
@@ -76,16 +76,16 @@ function chart(panel, { series, yLabel = "", yRange = null, format = number, nam
   for (const s of shown) {
     if (s.low) {
       const edge = [...path(s, s.low), ...path(s, s.high).reverse()];
-      node("path", { class: "band", d: `M${edge.join("L")}Z`, fill: s.colour, opacity: 0.16 }, plot);
+      node("path", { class: "band", d: `M${edge.join("L")}Z`, fill: s.color, opacity: 0.16 }, plot);
       for (const values of [s.low, s.high])
-        node("path", { d: `M${path(s, values).join("L")}`, fill: "none", stroke: s.colour, "stroke-width": 0.9, opacity: 0.75 }, plot);
+        node("path", { d: `M${path(s, values).join("L")}`, fill: "none", stroke: s.color, "stroke-width": 0.9, opacity: 0.75 }, plot);
     }
-    node("path", { class: "line", d: `M${path(s, s.values).join("L")}`, fill: "none", stroke: s.colour, "stroke-width": s.width || 2, "stroke-linejoin": "round" }, plot);
+    node("path", { class: "line", d: `M${path(s, s.values).join("L")}`, fill: "none", stroke: s.color, "stroke-width": s.width || 2, "stroke-linejoin": "round" }, plot);
   }
   if (beside) {
     const places = spread(shown.map((s) => y(s.values.findLast(Number.isFinite)) + 4), 14, box.top, box.bottom);
     // Set the property, because the page's Content-Security-Policy forbids style attributes.
-    shown.forEach((s, k) => (node("text", { class: "name", x: box.right + 8, y: places[k] }, svg, s.name).style.fill = s.colour));
+    shown.forEach((s, k) => (node("text", { class: "name", x: box.right + 8, y: places[k] }, svg, s.name).style.fill = s.color));
   }
   point(panel, svg, { shown, x, box, format });
 }
@@ -108,7 +108,7 @@ function point(panel, svg, { shown, x, box, format }) {
     for (const [s, k] of found) {
       const line = document.createElement("div");
       const value = document.createElement("b");
-      value.style.color = s.colour;
+      value.style.color = s.color;
       value.textContent = s.low ? `${format(s.low[k])} · ${format(s.values[k])} · ${format(s.high[k])}` : format(s.values[k]);
       line.append(value, ` ${s.name}`);
       tip.append(line);

@@ -2,7 +2,7 @@
 // Draw the page's panels; the menus choose what the panels show.
 
 const data = JSON.parse(document.getElementById("data").textContent);
-const colour = (k) => `var(--run${k % 6})`;
+const color = (k) => `var(--run${k % 6})`;
 const el = (id) => document.getElementById(id);
 
 function make(kind, attributes, parent, text) {
@@ -30,7 +30,7 @@ function legend(parent) {
   const row = make("div", { className: "legend" }, parent);
   data.runs.forEach((run, k) => {
     const item = make("span", {}, row);
-    make("i", {}, item).style.background = colour(k);
+    make("i", {}, item).style.background = color(k);
     item.append(run.name);
   });
 }
@@ -54,7 +54,7 @@ function curves() {
   const box = el("curves");
   box.replaceChildren();
   if (innerWidth < 620) legend(box);
-  const series = data.runs.map((run, k) => ({ name: run.name, colour: colour(k), ...curveOf(run.curves, key) }));
+  const series = data.runs.map((run, k) => ({ name: run.name, color: color(k), ...curveOf(run.curves, key) }));
   const from = Number(el("from").value);
   const highest = Math.max(from, ...series.flatMap((one) => [...one.values, ...(one.high || [])].filter(Number.isFinite)));
   const range = accuracy ? [from, Math.min(1, Math.ceil(10.5 * highest) / 10)] : null;
@@ -89,7 +89,7 @@ function bands() {
     if (!layer || (!Number.isNaN(Number(unit)) && Number(unit) >= layer.units)) return [];
     const [low, values, high] = percentiles(run, layer, unit);
     const which = unit === "all" ? "median over units" : `unit ${unit === "typical" ? layer.typical : unit}`;
-    return [{ name: run.name, which, colour: colour(k), steps: run.percentiles.steps, low, values, high, width: 1.7 }];
+    return [{ name: run.name, which, color: color(k), steps: run.percentiles.steps, low, values, high, width: 1.7 }];
   });
   const all = found.flatMap((s) => [...s.low, ...s.high]).filter(Number.isFinite);
   const pad = (Math.max(...all) - Math.min(...all)) * 0.05 || 1;
@@ -104,7 +104,7 @@ function shift() {
   box.replaceChildren();
   const layers = union(data.runs.map((run) => Object.keys(run.shift[measure] || {})));
   drawAll(box, layers.map((layer) => {
-    const series = data.runs.map((run, k) => ({ name: run.name, colour: colour(k), width: 1.6, ...curveOf(run.shift[measure], layer) }));
+    const series = data.runs.map((run, k) => ({ name: run.name, color: color(k), width: 1.6, ...curveOf(run.shift[measure], layer) }));
     return [layer, { series, names: false, height: 210 }];
   }));
 }

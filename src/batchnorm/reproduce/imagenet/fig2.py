@@ -17,7 +17,7 @@ from ...report.page import write_report
 from ...report.runs import Run
 from ...results import write_atomically, write_json
 from ...train.metrics import steps_to
-from ..publish import colour, label
+from ..publish import color, label
 from .claims import Verdict, best_against_best, less_dropout, trusted, verdicts
 from .curves import Seeds, best, end_slope, network_of, seeds_of, times_fewer, tuned_baseline, unnormalized
 from .fig2_tables import (
@@ -403,8 +403,8 @@ def _rates(finished: Mapping[str, Finished], plt: Any) -> Any:
     figure, axis = plt.subplots(figsize=(4.4, 2.8))
     crossed = False
     drawn_as = {
-        "inception": (colour(False), label(False)),
-        "bn-baseline": (colour(True), label(True)),
+        "inception": (color(False), label(False)),
+        "bn-baseline": (color(True), label(True)),
         "bn-x5": (LINES["bn-x5-sigmoid"][0], SWEPT["bn-x5"]),
     }
     for variant, (tint, name) in drawn_as.items():

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import at_least
-from ..publish import Experiment, colour, label, mean, publish, spread
+from ..publish import Experiment, color, label, mean, publish, spread
 from .training import Setting, accuracies, held_out
 
 
@@ -113,14 +113,14 @@ def draw(result: dict[str, Any], plt: Any) -> Any:
         for name in (label(False), label(True)):
             rows = [row for row in result["sweep"] if row["network"] == name]
             rates, means = [row["rate"] for row in rows], [row["mean"][k] for row in rows]
-            axis.plot(rates, means, "o-", ms=3, color=colour(name), label=name)
+            axis.plot(rates, means, "o-", ms=3, color=color(name), label=name)
         axis.set(xscale="log", xlabel="learning rate", title=f"sweep: held-out accuracy at step {mark:,}", ylim=(0, 1))
     for axis, key in zip(axes[2:], ("best against best", "equal rate"), strict=True):
         lowest = 1.0
         for row in result[key]:
             bars = [s or 0 for s in row["spread"]]
             lowest = min([lowest, *(m - s for m, s in zip(row["mean"], bars, strict=True))])
-            style = {"color": colour(row["network"]), "label": f"{row['network']}, rate {row['rate']:g}"}
+            style = {"color": color(row["network"]), "label": f"{row['network']}, rate {row['rate']:g}"}
             axis.errorbar(row["steps"], row["mean"], bars, fmt="o-", ms=3, capsize=2, **style)
         axis.set(xscale="log", xlabel="training steps", title=f"{key}: test accuracy", ylim=(lowest // 0.05 * 0.05, 1))
     for axis in axes:

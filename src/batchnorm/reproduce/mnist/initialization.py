@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..publish import Experiment, colour, label, mean, publish, spread
+from ..publish import Experiment, color, label, mean, publish, spread
 from .training import Setting, accuracies
 
 
@@ -62,9 +62,9 @@ def draw(result: dict[str, Any], plt: Any) -> Any:
     figure, axis = plt.subplots(figsize=(4.6, 2.8))
     for name in (label(False), label(True)):
         rows = [row for row in result["final test accuracy"] if row["network"] == name]
-        axis.plot([r["std"] for r in rows], [r["mean"] for r in rows], "o-", ms=3, color=colour(name), label=name)
+        axis.plot([r["std"] for r in rows], [r["mean"] for r in rows], "o-", ms=3, color=color(name), label=name)
         for row in rows:
-            axis.plot([row["std"]] * len(row["runs"]), row["runs"], ".", ms=3, color=colour(name), alpha=0.5)
+            axis.plot([row["std"]] * len(row["runs"]), row["runs"], ".", ms=3, color=color(name), alpha=0.5)
     axis.set(
         xscale="log", xlabel="standard deviation of the initial weights", ylabel="test accuracy", ylim=(0, 1),
         title=f"after {options['steps']:,} steps at rate {options['rate']:g}, {options['seeds']} seeds",

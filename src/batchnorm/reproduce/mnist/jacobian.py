@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ...layers import BatchNorm1d
-from ...pictures import GREY
-from ..publish import Experiment, colour, label, publish
+from ...pictures import GRAY
+from ..publish import Experiment, color, label, publish
 from .training import Setting, digits, order, train_
 
 
@@ -184,9 +184,9 @@ def draw(result: dict[str, Any], plt: Any) -> Any:
     for axis, (layers, step) in zip(axes, pairs, strict=True):
         for row in (r for r in rows if (r["layers"], r["step"]) == (layers, step)):
             name = row["network"]
-            axis.plot(row["J"]["mean spectrum"], color=colour(name), label=name)
-            axis.plot(row["random"]["mean spectrum"], ":", lw=1, color=colour(name), label="random of the same norm")
-        axis.axhline(1, color=GREY, lw=0.7)
+            axis.plot(row["J"]["mean spectrum"], color=color(name), label=name)
+            axis.plot(row["random"]["mean spectrum"], ":", lw=1, color=color(name), label="random of the same norm")
+        axis.axhline(1, color=GRAY, lw=0.7)
         axis.set(title=f"layer {layers}, step {step:,}", xlabel="index", yscale="log", ylim=(1e-3, 30))
     axes[0].set_ylabel("singular value of J")
     axes[0].legend(fontsize=6)

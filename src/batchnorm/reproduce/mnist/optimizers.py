@@ -12,7 +12,7 @@ from torch.optim import SGD, Adagrad, Optimizer
 
 from ...data import Digits
 from ...errors import between
-from ..publish import Experiment, colour, label, publish
+from ..publish import Experiment, color, label, publish
 from .training import Setting, accuracy, digits, evenly, train_
 
 Parameters = Any
@@ -93,7 +93,7 @@ def draw(result: dict[str, Any], plt: Any) -> Any:
     figure, axes = plt.subplots(1, len(OPTIMIZERS), figsize=(11, 2.6), sharey=True)
     for axis, name in zip(axes, OPTIMIZERS, strict=True):
         for row in (r for r in result["runs"] if r["optimizer"] == name):
-            axis.plot(row["steps"], row["accuracy"], color=colour(row["network"]), label=row["network"])
+            axis.plot(row["steps"], row["accuracy"], color=color(row["network"]), label=row["network"])
         axis.set(title=name, xlabel="training steps", ylim=(0, 1))
     axes[0].set_ylabel("test accuracy")
     axes[0].legend()

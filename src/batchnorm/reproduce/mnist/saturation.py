@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ...errors import between
 from ...monitor.taps import Taps, probing
-from ..publish import Experiment, colour, label, publish
+from ..publish import Experiment, color, label, publish
 from .training import Setting, digits, evenly, train_
 
 
@@ -101,7 +101,7 @@ def draw(result: dict[str, Any], plt: Any) -> Any:
         for axis, layer in zip(axes_row, layers, strict=True):
             for row in (r for r in rows if r["std"] == std):
                 name = row["network"]
-                axis.plot(row["steps"], [f[layer] for f in row["saturated"]], color=colour(name), label=name)
+                axis.plot(row["steps"], [f[layer] for f in row["saturated"]], color=color(name), label=name)
             axis.set(title=f"{layer}, initial std {std:g}", ylim=(-0.02, 1))
         axes_row[0].set_ylabel("saturated fraction")
     for axis in grid[-1]:

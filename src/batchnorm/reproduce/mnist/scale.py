@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ...layers import BatchNorm1d
 from ...ops import reference
-from ..publish import Experiment, colour, label, publish
+from ..publish import Experiment, color, label, publish
 from .training import Setting, digits, evenly, train_
 
 
@@ -138,7 +138,7 @@ def draw(result: dict[str, Any], plt: Any) -> Any:
     for axis, layer in zip(axes, layers, strict=True):
         for row in growth:
             name = f"{row['network']}, rate {row['rate']:g}"
-            axis.plot(row["steps"], row["norms"][layer], dashes[row["rate"]], color=colour(row["network"]), label=name)
+            axis.plot(row["steps"], row["norms"][layer], dashes[row["rate"]], color=color(row["network"]), label=name)
         axis.set(title=f"norm of W, {layer}", xlabel="training steps")
     figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=6, fontsize=7)
     return figure

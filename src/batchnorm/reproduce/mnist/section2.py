@@ -154,8 +154,8 @@ def draw(result: dict[str, Any], plt: Any) -> Any:
     dashes = dict(zip(rates, cycle(("-", "--", ":", "-.")), strict=False))
     figure, axes = plt.subplots(1, 4, figsize=(11, 3))
     for axis, key in zip(axes, ("norm of b", "loss"), strict=False):
-        for name, colour in (("ignored", ORANGE), ("in the gradient", BLUE)):
-            axis.plot(alone[name][key], color=colour, label=f"E[x] {name}")
+        for name, color in (("ignored", ORANGE), ("in the gradient", BLUE)):
+            axis.plot(alone[name][key], color=color, label=f"E[x] {name}")
         axis.set(title=f"(a) b alone: {key}", xlabel="steps")
     axes[0].legend()
     for axis, key in zip(axes[2:], ("norm of b", "accuracy"), strict=True):
