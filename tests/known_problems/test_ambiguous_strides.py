@@ -1,4 +1,4 @@
-"""Row 21: wrong gradients on the CPU if a dimension has size 1; ``torch.nn``'s are off by more than 100%."""
+"""Gradients on the CPU if a dimension has size 1. Those of ``torch.nn`` are off by more than 100%."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Row 10: EMA and SWA average only weights (Lightning 14866, timm 106, pytorch 84053); estimate_ adapts statistics."""
+"""EMA and SWA average only weights (Lightning 14866, timm 106, pytorch 84053); estimate_ updates statistics."""
 
 import copy
 

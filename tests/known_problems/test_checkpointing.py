@@ -1,4 +1,4 @@
-"""Row 8: activation checkpointing runs the forward pass twice; the statistics move once (pytorch 96136)."""
+"""Activation checkpointing runs a forward pass twice; the statistics are updated once (pytorch 96136)."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Row 9: momentum=None under torch.compile and torch.export, without a host synchronization (pytorch 194504, ...)."""
+"""momentum=None under torch.compile and torch.export, without a host synchronization (pytorch 194504, ...)."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Row 15: weight decay on gamma and beta, biases without effect before BN, momentum conventions (about 20 threads)."""
+"""Weight decay on gamma and beta, biases without effect before BN, momentum conventions (about 20 threads)."""
 
 import torch
 from torch import nn

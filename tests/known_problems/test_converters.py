@@ -1,4 +1,4 @@
-"""Row 5: other converters lose activations of subclasses, hooks and shared modules (pytorch 187298, timm 1254)."""
+"""Other converters lose activations of subclasses, hooks and shared modules (pytorch 187298, timm 1254)."""
 
 import torch
 from networks import NormWithActivation, scramble_

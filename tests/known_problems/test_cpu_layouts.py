@@ -1,4 +1,4 @@
-"""Row 20: slow and inaccurate CPU channels_last paths; tensors over 2^31 elements (pytorch 51776, 19911).
+"""Slow and inaccurate channels_last code on the CPU; tensors over 2^31 elements (pytorch 51776, 19911).
 
 Speed is measured by ``batchnorm bench cpu`` (results/cpu.json), not asserted here.
 """

@@ -1,4 +1,4 @@
-"""Row 14: exporting a network in training mode silently gives a different function (pytorch 75252, 52867)."""
+"""Exporting a network in training mode silently gives a different function (pytorch 75252, 52867)."""
 
 import pytest
 import torch

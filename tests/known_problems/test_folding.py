@@ -1,4 +1,4 @@
-"""Row 4: torch's folding is silently wrong or missing (pytorch 197539, 180995, 122070); compare it with fold()."""
+"""torch's folding is missing or silently wrong (pytorch 197539, 180995, 122070); compare it with fold()."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Row 2: frozen layers thaw at train() (pytorch 66073, 86590)."""
+"""Frozen layers of ``torch.nn`` are unfrozen by train() (pytorch 66073, 86590)."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Row 17: conv-BN-ReLU saves twice as many activations as conv-ReLU (pytorch 26288); with recompute(), as many."""
+"""conv-BN-ReLU saves twice as many activations as conv-ReLU (pytorch 26288); with recompute(), as many."""
 
 import copy
 from contextlib import nullcontext

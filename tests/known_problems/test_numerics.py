@@ -1,4 +1,4 @@
-"""Row 11: a mean of a million standard deviations (flax 1491, tensorflow 118701, pytorch 57796)."""
+"""Inputs with a mean of a million standard deviations (flax 1491, tensorflow 118701, pytorch 57796)."""
 
 import pytest
 import torch

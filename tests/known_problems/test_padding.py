@@ -1,4 +1,4 @@
-"""Row 16: padded positions are counted in the statistics (pytorch 70529)."""
+"""``torch.nn`` counts padded positions in the statistics (pytorch 70529); a mask leaves them out."""
 
 from itertools import product
 

@@ -1,4 +1,4 @@
-"""Row 7: population statistics computed wrongly (fvcore 152, detectron2 5398, torch.optim.swa_utils.update_bn)."""
+"""Other tools compute wrong population statistics (fvcore 152, detectron2 5398, swa_utils.update_bn)."""
 
 import io
 from contextlib import redirect_stderr

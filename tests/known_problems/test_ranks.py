@@ -1,4 +1,4 @@
-"""Row 18: DistributedDataParallel keeps rank 0's statistics only (timm 110); here they are reduced over the ranks."""
+"""DistributedDataParallel keeps only rank 0's statistics (timm 110); here they are combined over the ranks."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Row 6: a last batch of one example (pytorch 7716) raises a helpful error; a policy or a sampler avoids it; no NaN."""
+"""A last batch of one example (pytorch 7716) raises a helpful error; a policy or a sampler avoids it; no NaN."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Row 1: accuracy drops at evaluation because running averages are stale (pytorch 19902, 3122, 100048, keras 7177)."""
+"""Accuracy drops at evaluation because running averages are stale (pytorch 19902, 3122, 100048, keras 7177)."""
 
 import torch
 from torch import nn

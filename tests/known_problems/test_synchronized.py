@@ -1,4 +1,4 @@
-"""Row 3: synchronized batch normalization on CPU, with uneven and empty batches (pytorch 78078, 91872, 43685)."""
+"""Synchronized batch normalization on CPUs, with uneven and empty batches (pytorch 78078, 91872, 43685)."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Row 19: vmap and functional transforms fail on the in-place update (functorch 384, 986)."""
+"""vmap and other functional transforms fail on the in-place update (functorch 384, 986)."""
 
 import pytest
 import torch
