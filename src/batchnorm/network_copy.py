@@ -88,7 +88,7 @@ def copy_with(net: nn.Module, replacements: Mapping[nn.Module, Callable[[Memo], 
 
 @contextmanager
 def restored(net: nn.Module) -> Iterator[None]:
-    """On exit, restore the modules' modes and buffers (as the same tensor objects) and batch normalizations' momentum."""
+    """On exit, restore modules' modes and buffers (as the same tensor objects) and batch normalizations' momentum."""
     modes = {m: (m.training, getattr(m, "momentum", None)) for m in net.modules()}
     # Clone all buffers. Version counters do not show which buffers change, because torch's kernels update running
     # statistics without increasing the counters.

@@ -136,7 +136,11 @@ def _arguments(name: str, function: Callable[..., Any], classes: int | None) -> 
         how = "with classes= alone" if given else "without arguments"
         hint = "; give its other arguments default values"
         if not given:
-            hint = "; give its arguments default values" if classes is None else "; name its only argument 'classes'"
+            hint = (
+                "; give its arguments default values"
+                if classes is None
+                else "; name its argument for the number of classes 'classes'"
+            )
         raise ValueError(f"{name} cannot be called {how}: {error}{hint}") from error
     except ValueError:
         return {}

@@ -108,7 +108,7 @@ def scale_and_shift(call: Call, centered: Tensor, var: Tensor) -> Tensor:
 def finish(call: Call, z: Tensor) -> Tensor:
     """Add the residual, apply the nonlinearity, zero masked positions and cast to the input's dtype."""
     if call.residual is not None:
-        # Zero the residual at masked positions: a NaN there would make the activation's gradient NaN, because 0 * NaN = NaN.
+        # Zero the residual at masked positions: a NaN there would make the activation's gradient NaN (0 * NaN).
         residual = call.residual if call.mask is None else torch.where(call.mask, call.residual, 0)
         z = z + residual.to(z.dtype)
     y = apply(call.activation, z)

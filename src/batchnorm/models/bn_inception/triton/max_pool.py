@@ -53,7 +53,7 @@ def slice_of(program, C, A: tl.constexpr, V: tl.constexpr):
 def columns_of(unit, columns, rows, share, width, P: tl.constexpr):
     """Return the columns and rows of a unit's windows.
 
-    If fewer than P columns are left, the last column is repeated, and masked out.
+    If fewer than P columns are left, the last column is repeated and masked out.
 
     Returns:
         The image of each column [P]; the column's index in its image [P]; a mask of the columns that exist; the first
@@ -394,8 +394,8 @@ def window_gradient(
 ):  # fmt: skip
     """Return the gradients that pixels get from the windows at a given offset.
 
-    The middle of a pixel's window is BELOW rows below the pixel and BESIDE columns to its right. BELOW and BESIDE are
-    -1, 0 or 1.
+    The middle of each window is BELOW rows below its pixel and BESIDE columns to the right. BELOW and BESIDE are -1, 0
+    or 1.
     """
     # A pixel's position is UP in the window below it (BELOW is 1), and DOWN in the window above it (BELOW is -1).
     PLACE: tl.constexpr = (0 if BELOW == 0 else UP if BELOW == 1 else DOWN) + (
