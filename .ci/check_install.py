@@ -23,11 +23,12 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 TORCHES = ("2.11.0", "2.12.0", "2.13.0")
 PYTHONS = ("3.11", "3.12", "3.13")
-# The requirements of a CPU build of torch: those of the regular wheel, without CUDA and Triton.
+# The requirements of the regular torch wheel other than CUDA and Triton; a CPU build of torch has only these.
 CPU_REQUIRES = ("filelock", "typing-extensions", "setuptools", "sympy", "networkx", "jinja2", "fsspec")
 
-# pip chooses wheels by --platform, but evaluates environment markers for the machine that it runs on. The program PIP
-# sets the markers to the values of the target machine, and then runs pip.
+# With --platform, pip chooses the wheels of another machine, but still evaluates environment markers, such as
+# sys_platform, for the machine that it runs on. The program PIP sets the markers to the values of the target machine,
+# and then runs pip.
 PIP = """
 import json, sys
 from pip._vendor.packaging import markers
@@ -119,7 +120,7 @@ def resolve(torch: str, python: str, kind: str, folder: Path) -> str:
 
 
 def problem(found: dict[str, str], kind: str) -> str:
-    """Return what is wrong if Triton or CUDA packages are missing or unexpected, and an empty string otherwise."""
+    """Return an error if Triton or CUDA packages are missing or unexpected, or an empty string otherwise."""
     has_triton, has_cuda = "triton" in found, any(name.startswith("nvidia-") for name in found)
     if has_triton != kind.startswith("linux"):
         return f"{'has' if has_triton else 'lacks'} Triton"
@@ -129,7 +130,7 @@ def problem(found: dict[str, str], kind: str) -> str:
 
 
 def main() -> int:
-    """Resolve every combination, print a line for each, and return 1 if any of them fails."""
+    """Check every combination of torch, Python and machine, print each result, and return 1 if any check fails."""
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(4) as pool:
         folder = Path(name)
         pins = (ROOT / "constraints.txt").read_text().splitlines()

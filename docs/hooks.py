@@ -1,4 +1,4 @@
-"""MkDocs hooks: add the repository's files that pages link to, and rewrite the links.
+"""MkDocs hooks: add the files outside ``docs`` that pages link to, and rewrite the links to them.
 
 For example, a page in ``docs`` links to ``../results/fig1.json``. On the site, the path of this file is
 ``results/fig1.json``.
@@ -48,12 +48,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
     """Reject a page that loads anything from the network, because the site must be readable offline."""
     if loaded := re.search(r'<(?:script|link|img)\b[^>]*(?:src|href)="(https?:[^"]*)"', output):
-        raise PluginError(f"{page.file.src_uri} loads {loaded[1]}: vendor it in docs/assets")
+        raise PluginError(f"{page.file.src_uri} loads {loaded[1]}, but pages must work offline: copy it to docs/assets")
     return output
 
 
 def _from_root(text: str) -> str:
-    """Rewrite the links of a page in the repository's root as links of a page in ``docs``."""
+    """Rewrite the links of a page in the repository's root so that they work from ``docs``."""
     return re.sub(r"\]\((?!https?:|#)(?:\./)?([^)]+)\)", r"](../\1)", text).replace("](../docs/", "](")
 
 
@@ -71,7 +71,7 @@ def _listing(folder: str) -> str:
 
 
 def _readme_results() -> str:
-    """Return the generated parts of README, each below the heading of its section."""
+    """Return the generated parts of README, each under the title of its section."""
     first, *sections = re.split(r"^## ", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
     parts = []
     for title, text in (("Compared with other tools", first), *(section.split("\n", 1) for section in sections)):

@@ -2,8 +2,9 @@
 
 python docs/paper_map.py
 
-Each row is one part of the paper. The row's tags select its code, by the ``Paper:`` lines of docstrings or by name. The
-row also lists its tests and commands. tests/test_docs.py checks that all of these exist and that the page is current.
+Each row of the table is one part of the paper. Its tags select the classes and functions that implement this part, by
+name or by text in the ``Paper:`` lines of their docstrings. The row also lists the tests and commands of the part.
+tests/test_docs.py checks that the code, tests and commands exist, and that the page is up to date.
 """
 
 import ast
@@ -132,7 +133,7 @@ SECTIONS: dict[str, list[Row]] = {
             ("surgery/test_insert.py::test_training_it_equals_training_the_published_form_step_by_step",),
         ),
         Row(
-            "**Algorithm 2, line 6**: train; any variant of SGD",
+            "**Algorithm 2, line 6**: train with any variant of SGD",
             ("Sec. 3.1; Sec. 4.1", "Sec. 4.2.2; Alg. 2, l. 7-11", "reproduce.mnist.optimizers.Optimizers"),
             (f"{CLAIMS}::test_every_optimizer_trains_with_bn",),
             ("train", "reproduce optimizers"),
@@ -305,39 +306,44 @@ SECTIONS: dict[str, list[Row]] = {
             (FIG2,),
         ),
         Row(
-            "4.2.2: BN-Baseline needs less than half the steps",
+            "4.2.2: BN-Baseline needs less than half of Inception's steps",
             ("reproduce.imagenet.claims.fewer_steps",),
             (f"{TABLES}::test_half_the_steps",),
             (FIG2,),
         ),
         Row(
-            "4.2.2: BN-x5 needs 14 times fewer steps",
+            "4.2.2: BN-x5 needs 14 times fewer steps than Inception",
             ("14 times fewer", "reproduce.imagenet.claims.fewer_steps"),
             (f"{TABLES}::test_a_fourteenth_of_the_steps",),
             (FIG2,),
         ),
-        Row("4.2.2: BN-x30 is slower at first", ("slower initially",), (f"{TABLES}::test_bn_x30_early",), (FIG2,)),
         Row(
-            "4.2.2: BN-x30 ends with a higher accuracy",
+            "4.2.2: BN-x30 is slower than BN-x5 at first",
+            ("slower initially",),
+            (f"{TABLES}::test_bn_x30_early",),
+            (FIG2,),
+        ),
+        Row(
+            "4.2.2: BN-x30 ends with a higher accuracy than BN-x5",
             ("higher final accuracy",),
             (f"{TABLES}::test_bn_x30_in_the_end",),
             (FIG2,),
         ),
         Row("4.2.2: BN-x5-Sigmoid trains", ("BN-x5-Sigmoid",), (f"{TABLES}::test_the_sigmoid_with_bn",), (FIG2,)),
         Row(
-            "4.2.2: Inception with sigmoid stays at chance",
+            "4.2.2: Inception with sigmoid stays at chance accuracy",
             ("1/1000", "reproduce.imagenet.fig2_tables.failures"),
             (f"{TABLES}::test_the_sigmoid_without_bn",),
             (FIG2,),
         ),
         Row(
-            "4.2.2: Inception at 5 times the rate diverges",
+            "4.2.2: Inception at 5 times the learning rate diverges",
             ("machine infinity", "reproduce.imagenet.fig2_tables.failures"),
             (f"{TABLES}::test_the_high_rate_without_bn",),
             (FIG2,),
         ),
         Row(
-            "4.2.3: six networks; larger initial weights, dropout, BN per activation",
+            "4.2.3: six networks with larger initial weights, dropout or BN per activation",
             ("Sec. 4.2.3 (per activation", "reproduce.imagenet.fig4.Fig4"),
             (
                 "reproduce/test_fig4.py::test_the_committed_plan_is_the_six_members_for_as_long_as_the_ablation",
@@ -355,7 +361,7 @@ SECTIONS: dict[str, list[Row]] = {
             ("evaluate",),
         ),
         Row(
-            "**Figure 4**: errors of one network, many crops, many networks",
+            "**Figure 4**: errors with one network, with many crops and with many networks",
             ("Fig. 4",),
             ("reproduce/test_fig4.py::test_verdicts",),
             ("reproduce fig4", "evaluate"),
@@ -409,8 +415,8 @@ def tagged() -> dict[str, str]:
 def belongs(tag: str, name: str, line: str) -> bool:
     """Return whether a tag selects a class or function, given its name and its ``Paper:`` line.
 
-    A tag is either the name or a part of the line. If the tag starts with "=", the rest of it must equal one of the
-    line's references, which are separated by "; ".
+    A tag selects a class or function if it is the name, or if it is a part of the line. If the tag starts with "=", the
+    rest of it must instead equal one of the references in the line, which are separated by "; ".
     """
     return tag[1:] in line.split("; ") if tag.startswith("=") else tag in line or tag == name
 
@@ -426,8 +432,8 @@ def page() -> str:
         "# Map of the paper",
         "",
         "This page shows where each algorithm, equation, figure, table and claim of the paper is in the code, which",
-        "tests check it, and which commands run it. The names of code are relative to the package `batchnorm`, and the",
-        "paths of tests are relative to `tests/`. [Results](results.md) has the outcomes.",
+        "tests check it, and which commands run it. The names of classes and functions are relative to the package",
+        "`batchnorm`, and the paths of tests are relative to `tests/`. [Results](results.md) shows what was measured.",
         "",
         "`python docs/paper_map.py` writes this page from its own table and from the `Paper:` lines of docstrings.",
         "",

@@ -47,4 +47,4 @@ folder = Path("runs/monitor-example")
 runs = (folder / "without", folder / "with")
 for path, batch_norm in zip(runs, (False, True), strict=True):
     train(network(batch_norm), path)
-report(Report(runs, folder / "report.html"))  # prints the path of the page, to open in any browser
+report(Report(runs, folder / "report.html"))  # prints the path of the page; open it in a browser

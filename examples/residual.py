@@ -26,7 +26,7 @@ def size(net):
 
 
 def seconds(nets, x, rounds=15):
-    """Return the median time of each network's forward pass; the networks take turns."""
+    """Time the networks' forward passes alternately, and return the median time of each network."""
     times = [[] for _ in nets]
     with torch.no_grad():
         for _ in range(rounds):
@@ -44,17 +44,17 @@ batches = list(images[:1280].split(64))
 stem = [nn.Conv2d(1, 16, 3, stride=2, padding=1), nn.ReLU()]
 net = nn.Sequential(*stem, Block(16), Block(16), nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(256, 10))
 
-net = bn.insert(net, batches[0])  # 1: BN before each nonlinearity
+net = bn.insert(net, batches[0])  # 1: insert BN before each nonlinearity
 print(net.report)
 optimizer = torch.optim.SGD(bn.param_groups(net, weight_decay=1e-4), lr=0.1, momentum=0.9)
 for x, labels in zip(batches, digits.train.labels.split(64), strict=False):
     loss = nn.functional.cross_entropy(net(x), labels)
     optimizer.zero_grad(), loss.backward(), optimizer.step()
-print(bn.estimate_(net, batches))  # 2: population statistics
-plain = bn.fold(net, batches[0])  # 3: no BN left
+print(bn.estimate_(net, batches))  # 2: estimate the population statistics
+plain = bn.fold(net, batches[0])  # 3: fold BN into the convolutions
 print(plain.report)
 with tempfile.TemporaryDirectory() as folder:
-    print(bn.export(net.eval(), batches[0], Path(folder) / "net.pt2").path.name)  # 4: write and check a file
+    print(bn.export(net.eval(), batches[0], Path(folder) / "net.pt2").path.name)  # 4: write a file and check it
 
 before, after = seconds([net, plain], batches[0])
 print(f"before: {1e3 * before:.2f} ms, {size(net):,} bytes; after: {1e3 * after:.2f} ms, {size(plain):,} bytes")

@@ -66,7 +66,8 @@ def test_files_of_one_name_in_different_folders(folder, tmp_path):
         ("mynet:nothing", "mynet:nothing returned int, not a torch.nn.Module"),
         (
             "mynet:wide",
-            "without arguments: missing a required argument: 'width'; name its argument 'classes'",
+            "without arguments: missing a required argument: 'width'; name its argument for the number of classes"
+            " 'classes'",
         ),
         (
             "mynet:deep",

@@ -24,7 +24,7 @@ def test_everything_missing_is_named_at_once(monkeypatch):
     with pytest.raises(
         MissingExtraError,
         match=r"^pillow and matplotlib are not installed; run: pip install pillow matplotlib, or"
-        r" pip install '\.\[report,train\]' in a clone$",
+        r" pip install '\.\[report,train\]' in a clone of the repository$",
     ):
         check_installed("PIL", "matplotlib", "safetensors")
 

@@ -82,7 +82,7 @@ __all__ = [
 ]
 
 
-# These names are imported on first use, because training imports many modules that most users of layers do not need.
+# These names are imported on first use, because they import many modules that most users of the layers do not need.
 _LAZY = {"load": "batchnorm.train.trained_run"}
 
 

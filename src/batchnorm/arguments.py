@@ -25,7 +25,7 @@ except ImportError:  # use argparse, with the same annotations
     TYRO = None
 
     class OmitArgPrefixes:  # type: ignore[no-redef]
-        """Do nothing, because with argparse no option has a prefix."""
+        """Stand in for tyro's marker; with argparse, options have no prefix, so there is nothing to do."""
 
     class Suppress:  # type: ignore[no-redef]
         """Mark an argument that is not an option of the command, so it keeps its default."""
@@ -78,7 +78,7 @@ def call_with(words: Sequence[str], function: Callable[..., Any], prog: str, des
 
 
 class _Output(io.StringIO):
-    """Collect what is printed, with the ``encoding`` and the ``isatty()`` of the real standard output."""
+    """Collect printed text, but report the ``encoding`` and the ``isatty()`` of the real standard output."""
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -89,7 +89,7 @@ class _Output(io.StringIO):
 
 
 def _without_box(text: str, prog: str) -> str:
-    """Return tyro's error as plain lines, which are easier to copy than a box.
+    """Return tyro's error message without the box around it, so that it is easy to copy.
 
     >>> print(_without_box("+- Value error -----+\\n| --steps: no int   |\\n+-------------------+", "train"), end="")
     train: value error
@@ -106,7 +106,7 @@ def _without_box(text: str, prog: str) -> str:
 
 
 def _without_none(text: str) -> str:
-    """Return tyro's help with spaces in place of "(default: None)", so that its box keeps its shape.
+    """Return tyro's help with spaces in place of "(default: None)", so that the box around it keeps its shape.
 
     >>> _without_none("│ a folder (default: None) │")
     '│ a folder                 │'
@@ -116,9 +116,9 @@ def _without_none(text: str) -> str:
 
 
 def _optional(info: Any) -> Any:
-    """Return a tyro specification for an optional type that does not list None as a choice.
+    """For an optional type, return a tyro specification that does not list None as a choice.
 
-    Return None for other types; tyro then applies its own rules.
+    For other types, return None; tyro then applies its own rules.
     """
     if get_origin(info.type) not in (Union, UnionType):
         return None
@@ -172,7 +172,7 @@ def _add_arguments(parser: ArgumentParser, function: Callable[..., Any]) -> Call
 
 
 def _options(kind: Any, default: Any) -> dict[str, Any]:
-    """Return argparse's options for a type: str, int, float, Path, bool, Literal, or a sequence of one of these."""
+    """Return ``add_argument``'s options for a type: str, int, float, Path, bool, Literal, or a sequence of these."""
     options: dict[str, Any] = {} if default is Parameter.empty else {"default": default}
     optional = get_origin(kind) in (Union, UnionType)
     if optional:

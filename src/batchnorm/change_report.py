@@ -87,7 +87,7 @@ class VerbReport:
         """Return the summary, the sites that need an explanation, and the notes."""
         _, action, _ = WORDS.get(self.verb, ("", "done", ""))
         listed, rest = list(self.sites), 0
-        if self.verb != "insert":  # insert itself chose its sites, so list all of them
+        if self.verb != "insert":  # the user did not choose insert's sites, so list all of them
             listed = [site for site in self.sites if site.reason or not site.action.startswith(action)]
             listed.sort(key=lambda site: site.action.startswith((action, "fixed")))
             listed, rest = listed[:LISTED], len(listed[LISTED:])
@@ -99,10 +99,10 @@ class VerbReport:
 
 @dataclass(frozen=True)
 class LayerStatistics:
-    """How far a layer's running averages were from its population statistics, and the standard errors of the latter.
+    """How far a layer's running averages were from its population statistics, and how exact these statistics are.
 
-    Gaps and errors are the largest over the layer's features, in units of sqrt(Var[x] + eps) for the mean and of
-    Var[x] + eps for the variance.
+    Each gap and each standard error is the largest over the layer's features. The unit is sqrt(Var[x] + eps) for the
+    mean and Var[x] + eps for the variance.
     """
 
     path: str
@@ -134,8 +134,8 @@ class Population:
     def more_batches(self, tolerance: float = 0.05) -> int:
         """Return how many more batches would bring every standard error down to ``tolerance``, or 0 if none are needed.
 
-        The error falls as 1 / sqrt(number of batches). A layer with a single batch has no estimate of the error, and
-        counts as needing one more batch.
+        The error falls as 1 / sqrt(number of batches). A layer that has seen only one batch has no error estimate, so
+        it counts as needing one more batch.
         """
         more = 0
         for layer in self.layers:

@@ -28,8 +28,8 @@ class Command(NamedTuple):
     does: str
     example: str
     needs: tuple[str, ...] = ()
-    """The optional modules that the command always needs. The function itself checks for a GPU, and for modules that
-    only some options need."""
+    """The modules of optional packages that the command needs, whatever its options are. The function itself checks for
+    a GPU, and for modules that only some options need."""
 
 
 IMAGES, RUNS, PLOTS = ("PIL",), ("PIL", "safetensors"), ("matplotlib",)
@@ -201,7 +201,7 @@ COMMANDS = {
     ),
     "bench input": Command(
         "batchnorm.bench.input:input_rate",
-        "time decoding and cropping of images against a plain loader",
+        "time the decoding and cropping of images against a plain loader",
         "images --workers 4",
         IMAGES,
     ),
@@ -224,7 +224,7 @@ def main(arguments: list[str] | None = None) -> int:
         status = _run(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()
     except BrokenPipeError:  # the program that reads our output, such as `head`, has closed it
-        # Python flushes stdout again at exit. Redirect it, so that this flush does not fail.
+        # Python flushes stdout again at exit. Redirect stdout to devnull, so that this flush does not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return status
@@ -263,7 +263,7 @@ def _run(words: list[str]) -> int:
 
 
 def _call(function: Callable[..., object], command: str, words: list[str]) -> None:
-    """Parse ``words`` into a function's arguments, or into the dataclass that is its only argument, and call it."""
+    """Parse ``words`` into the arguments of a function, or into its only argument, a dataclass; call the function."""
     kinds: list[Any] = [kind for name, kind in get_type_hints(function).items() if name != "return"]
     settings = kinds[0] if len(kinds) == 1 and is_dataclass(kinds[0]) else None
     given: Any = settings or function
@@ -274,7 +274,7 @@ def _call(function: Callable[..., object], command: str, words: list[str]) -> No
 
 
 def _print_users_part(error: UserCodeError) -> None:
-    """Print the traceback of an error in the user's code, without frames of this library and of importlib."""
+    """Print the traceback of an error in the user's code, without the frames of this library and importlib."""
     cause = error.__cause__
     if cause is None:  # the error came from another process, which put the traceback into a note
         print(*getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)

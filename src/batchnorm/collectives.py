@@ -25,7 +25,7 @@ def rank() -> int:
 def gather_moments(local: Moments, group: distributed.ProcessGroup | None = None) -> Moments:
     """Stack the moments of all ranks along a new first dimension.
 
-    The forward pass and the backward pass run one all-reduce each. A rank without samples takes part with count 0.
+    The forward pass and the backward pass run one all-reduce each. A rank without samples contributes a count of 0.
     Gradients flow back across ranks, so each rank gets the derivative of the sum of all ranks' losses.
     """
     flat = torch.cat([local.count.reshape(1), local.mean.flatten(), local.var.flatten()])
@@ -55,7 +55,7 @@ def gather_objects(value: Any, group: distributed.ProcessGroup | None = None) ->
 def check_same_features(features: tuple[int, ...], name: str, group: distributed.ProcessGroup | None = None) -> None:
     """Raise RuntimeError on every rank if the ranks call different layers.
 
-    Without this check, merging would hang, or mix up the statistics of different layers.
+    Without this check, merging statistics would hang, or mix up the statistics of different layers.
     """
     rows = gather_objects((features, name), group)
     if any(row != rows[0] for row in rows):
@@ -72,8 +72,8 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, flat: Tensor, group: distributed.ProcessGroup | None) -> Tensor:
         ctx.group = group
-        # Use all-reduce, which every backend supports, instead of all-gather: each rank fills its own row, and adding
-        # the other ranks' zeros to a row is exact.
+        # Use all-reduce instead of all-gather, because every backend supports all-reduce. Each rank fills only its own
+        # row, so the other ranks add zeros to this row, which does not change its values.
         rows = flat.new_zeros(world_size(group), flat.numel())
         rows[distributed.get_rank(group)] = flat
         distributed.all_reduce(rows, group=group)

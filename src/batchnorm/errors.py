@@ -82,7 +82,7 @@ def _check(fits: Callable[[float], bool], what: str, options: dict[str, object])
         if not values:
             raise ValueError(f"{name} is empty: give at least one number")
         for value in values:
-            # Recipes and plans come from files, so a value may have any type.
+            # Some options are read from recipe or plan files, so a value may have any type.
             most = LARGEST.get(type(value))
             if most is None or not fits(value):
                 raise ValueError(f"{name}={value!r}: must be {what}")

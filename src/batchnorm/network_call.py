@@ -31,7 +31,7 @@ def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     A tensor is passed unchanged. Of a tuple or list, only the first item is passed. A dict becomes keyword arguments.
 
     Raises:
-        TypeError: for a batch of another type, or an empty tuple or list; such a batch needs ``forward=``.
+        TypeError: if the batch has another type or is an empty tuple or list; pass ``forward=`` to :func:`call` then.
 
     >>> arguments((torch.zeros(2), "labels"))
     ((tensor([0., 0.]),), {})
@@ -152,7 +152,7 @@ def walk(roots: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
 
     An object that occurs more than once is yielded each time, but its parts are yielded only once.
     """
-    entered: dict[int, Any] = {}  # keeps the objects alive, so that no id() is used twice
+    entered: dict[int, Any] = {}  # keeps the objects alive, so that no id() is reused
     waiting = list(roots)[::-1]
     while waiting:
         path, item = waiting.pop()
@@ -173,7 +173,7 @@ def parts(item: Any) -> list[tuple[str, Any]]:
         inside = [(f"[{key!r}]", item[key]) for key in item]
     elif isinstance(item, tuple | list | deque | Set):
         inside = [(f"[{i}]", part) for i, part in enumerate(item)]
-    # Skip attributes that are also items: outputs of Hugging Face's transformers have each value twice.
+    # Skip attributes that are also items: Hugging Face's model outputs hold each value as an item and as an attribute.
     known = {id(part) for _, part in inside}
     return inside + [(f".{name}", part) for name, part in _attributes(item) if id(part) not in known]
 

@@ -27,7 +27,7 @@ def private_copy(net: nn.Module) -> nn.Module:
 
     Raises:
         TypeError: if the network is a wrapper (compiled or parallel) around the user's network.
-        ValueError: if the network cannot be copied, or has lazy layers that never ran.
+        ValueError: if the network cannot be copied, or has lazy layers that are not initialized.
     """
     for wrapper, inner in (
         ("OptimizedModule", "_orig_mod"),
@@ -51,8 +51,8 @@ def _uncopied(net: nn.Module) -> Memo:
     memo: Memo = {}
     for module in net.modules():
         for value in vars(module).values():
-            # Old-style weight_norm and spectral_norm store computed weights as attributes. They are not leaves of the
-            # autograd graph, so deepcopy would reject them.
+            # Old-style weight_norm and spectral_norm store computed weights as attributes. These weights are not leaves
+            # of the autograd graph, so deepcopy would reject them.
             if isinstance(value, Tensor) and not value.is_leaf:
                 memo[id(value)] = value.detach().clone()
             # A process group does not belong to the network, so the copy uses the same group.
@@ -65,10 +65,10 @@ def _uncopied(net: nn.Module) -> Memo:
 def copy_with(net: nn.Module, replacements: Mapping[nn.Module, Callable[[Memo], nn.Module]]) -> nn.Module:
     """Return a copy of the network with some modules replaced; shared modules and tensors stay shared.
 
-    ``replacements`` maps each old module to a function that takes the memo of the copy and returns the new module. In
-    such a function, ``copy.deepcopy(part, memo)`` returns a copy that shares parameters with the rest of the new
-    network. The replacements are in the memo before the network is copied, so every reference to a replaced module is
-    updated: in children, in plain lists and dicts, and in bound methods.
+    ``replacements`` maps each old module to a function that takes the memo of ``copy.deepcopy`` and returns the new
+    module. In such a function, ``copy.deepcopy(part, memo)`` returns a copy that shares parameters with the rest of the
+    new network. The new modules are in the memo before the network is copied, so the copy refers to them everywhere: in
+    children, in plain lists and dicts, and in bound methods.
 
     >>> relu = nn.ReLU(); net = nn.Sequential(relu, nn.Tanh(), relu)
     >>> copy_with(net, {relu: lambda memo: nn.Sigmoid()})
@@ -88,7 +88,7 @@ def copy_with(net: nn.Module, replacements: Mapping[nn.Module, Callable[[Memo], 
 
 @contextmanager
 def restored(net: nn.Module) -> Iterator[None]:
-    """On exit, restore all modes and buffers (the same tensor objects), and the momentum of batch normalizations."""
+    """On exit, restore modules' modes and buffers (as the same tensor objects) and batch normalizations' momentum."""
     modes = {m: (m.training, getattr(m, "momentum", None)) for m in net.modules()}
     # Clone all buffers. Version counters do not show which buffers change, because torch's kernels update running
     # statistics without increasing the counters.
@@ -122,7 +122,8 @@ def isolated(net: nn.Module, twin: nn.Module) -> Iterator[Callable[[Any], None]]
         each module that runs; callers that know which tensors are read should call it with those tensors too.
 
     Raises:
-        SharedWithOriginalError: if a part of the original was used, even if the user's code caught the first error.
+        SharedWithOriginalError: if the copy used a part of the original, even if the user's code caught the exception
+            that the hook raised.
     """
     copied = _held(twin)
     foreign = {key: name for key, (name, _) in _held(net).items() if key not in copied}
@@ -149,7 +150,7 @@ def isolated(net: nn.Module, twin: nn.Module) -> Iterator[Callable[[Any], None]]
 
 @contextmanager
 def _fixed_random_numbers(net: nn.Module) -> Iterator[None]:
-    """Seed the CPU and the network's devices, and restore the generators of the CPU and of GPUs afterwards."""
+    """Seed the generators of the CPU and of the network's devices; on exit, restore those of the CPU and the GPUs."""
     devices = {t.device for t in (*net.parameters(), *net.buffers())}
     gpus = [device for device in devices if device.type == "cuda"]
     with torch.random.fork_rng(gpus):
@@ -162,7 +163,7 @@ def _fixed_random_numbers(net: nn.Module) -> Iterator[None]:
 
 
 def _held(net: nn.Module) -> dict[int, tuple[str, Any]]:
-    """Return {id: (description, object)} for a network's modules and tensors, also those in plain lists and objects."""
+    """Return {id: (description, object)} for a network's modules and tensors, even in plain lists and objects."""
     found: dict[int, tuple[str, Any]] = {}
     waiting: list[tuple[str, nn.Module]] = [("", net)]
     while waiting:
@@ -260,6 +261,6 @@ def _dense(t: Tensor) -> Tensor:
 
 
 def tolerance_for(net: nn.Module) -> float:
-    """Return the relative error that rounding may cause in a shallow network; it depends on the narrowest dtype."""
+    """Return the relative error that rounding may cause in a shallow network, given the narrowest parameter dtype."""
     narrowest = min((p.dtype.itemsize for p in net.parameters() if p.is_floating_point()), default=4)
     return {8: 1e-10, 4: 1e-5}.get(narrowest, 1e-3)

@@ -22,11 +22,11 @@ _INIT_WEIGHTS = ("googlenet", "inception_v3")
 
 
 class UserCodeError(ValueError):
-    """Report an exception that the user's code raised; that exception is the ``__cause__``."""
+    """Report an exception raised by the user's code, which is available as ``__cause__``."""
 
 
 def make_network(name: str, classes: int | None = None) -> tuple[nn.Module, Any]:
-    """Build a network by name; return the network, and the example batch if the function returns one, else None.
+    """Build a network by name; return it with the example batch, or with None if the function returns no batch.
 
     Args:
         name: MODULE:FUNCTION or FILE.py:FUNCTION, a function that builds the network; or torchvision:NAME or timm:NAME,
@@ -136,7 +136,11 @@ def _arguments(name: str, function: Callable[..., Any], classes: int | None) -> 
         how = "with classes= alone" if given else "without arguments"
         hint = "; give its other arguments default values"
         if not given:
-            hint = "; give its arguments default values" if classes is None else "; name its argument 'classes'"
+            hint = (
+                "; give its arguments default values"
+                if classes is None
+                else "; name its argument for the number of classes 'classes'"
+            )
         raise ValueError(f"{name} cannot be called {how}: {error}{hint}") from error
     except ValueError:
         return {}

@@ -6,13 +6,13 @@ from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 
-# The modules that each extra in pyproject.toml installs.
+# The modules that each extra in pyproject.toml installs, by the extra's name.
 EXTRAS = {
     "train": ("safetensors", "PIL", "tensorboard"),
     "report": ("matplotlib",),
     "export": ("onnx", "onnxscript", "onnxruntime", "safetensors"),
 }
-PACKAGES = {"PIL": "pillow"}  # packages whose name differs from the module's
+PACKAGES = {"PIL": "pillow"}  # packages whose names differ from their modules' names
 
 
 class MissingExtraError(ImportError):
@@ -27,7 +27,7 @@ def require(module: str, extra: str) -> ModuleType:
     >>> require("absent", "report")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
-    batchnorm.optional_packages.MissingExtraError: absent is not installed; run: pip install absent, or ... in a clone
+    batchnorm.optional_packages.MissingExtraError: absent is not installed; run: pip install absent, or ...
     """
     try:
         return import_module(module)
@@ -51,4 +51,4 @@ def _sentence(modules: list[str], extras: list[str]) -> str:
     names = [PACKAGES.get(module, module) for module in modules]
     are = "is" if len(names) == 1 else "are"
     said = f"{' and '.join(names)} {are} not installed; run: pip install {' '.join(names)}"
-    return f"{said}, or pip install '.[{','.join(extras)}]' in a clone"
+    return f"{said}, or pip install '.[{','.join(extras)}]' in a clone of the repository"

@@ -1,4 +1,4 @@
-"""Pictures of results, in one style."""
+"""Draw pictures of results, all in the same style."""
 
 from __future__ import annotations
 

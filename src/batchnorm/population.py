@@ -50,8 +50,8 @@ FUNCTIONS = (F.batch_norm, torch.batch_norm, torch.native_batch_norm)
 def population_statistics(over_batches: AveragedMoments, rule: Rule) -> tuple[Tensor, Tensor]:
     """Return E[x] and Var[x] from the averages E_B[mu_B] and E_B[sigma_B^2] over mini-batches.
 
-    If mini-batches differ in size, the averages are weighted by size. In rule "paper", m is then the mean size, so that
-    Var[x] = sum(m_B sigma_B^2) / sum(m_B - 1).
+    If mini-batches differ in size, the averages are weighted by size. With rule "paper", m is then the mean size, so
+    that Var[x] = sum(m_B sigma_B^2) / sum(m_B - 1).
 
     Paper: Alg. 2, l. 10
     """
@@ -75,8 +75,7 @@ def estimate_(
 
     Rule "paper": E[x] = E_B[mu_B] and Var[x] = m/(m-1) E_B[sigma_B^2]. If the batches differ in size m, each batch is
     weighted by its m, and Var[x] = sum(m sigma_B^2) / sum(m - 1). In convolutional layers, m counts locations too.
-    Rule "pooled": the mean and variance of all N samples together, where the variance is the biased one (divided by N,
-    not by N - 1).
+    Rule "pooled": the mean and the biased variance (divided by N, not by N - 1) of all N samples together.
 
     All layers except batch normalization run in evaluation mode, so dropout, for example, is off. Batch normalization
     layers that are frozen (by ``freeze_``, or because they are in evaluation mode inside a network in training mode)
@@ -88,29 +87,30 @@ def estimate_(
 
     In a distributed run, every rank calls ``estimate_`` on its own batches, and every rank gets the statistics of all
     batches. If the network has synchronized layers, all ranks need the same number of batches. With
-    ``upstream="population"``, this is needed only if a synchronized layer is called several times.
+    ``upstream="population"``, the numbers may differ unless a synchronized layer is called several times.
 
     Args:
         net: any network with batch normalization layers of this library or of ``torch.nn``.
         batches: training mini-batches; they are moved to the network's device. A batch is a tensor, a tuple or list
             whose first item is the input, or a dict of keyword arguments.
         rule: "paper" or "pooled".
-        upstream: the statistics that the layers before an estimated layer use. "batch": the statistics of each batch,
-            as in training; this takes one pass over the batches. "population": the population statistics estimated so
-            far; this takes one pass for each batch normalization layer on the longest path through the network. With
-            "population" and rule "pooled", the result does not depend on how the data is split into batches, unless a
-            layer is called several times.
-        forward: a function of the network and a batch that calls the network, for batches of any other type.
+        upstream: the statistics that the batch normalization layers before an estimated layer normalize by. "batch":
+            the statistics of each batch, as in training; this takes one pass over the batches. "population": the
+            population statistics estimated so far; this takes one pass for each batch normalization layer on the
+            longest path through the network. With "population" and rule "pooled", the result does not depend on how the
+            data is split into batches, unless a layer is called several times.
+        forward: a function that takes the network and a batch, and calls the network; needed for batches of any other
+            type.
 
     Raises:
         ValueError: if ``rule`` or ``upstream`` is unknown, if there are no layers to estimate, or if ``batches`` is
             empty, a bare tensor or, with ``upstream="population"``, an iterator.
         ValueError: if a moment is not finite, or if a batch has only one value per feature. With
-            ``upstream="population"``, such a batch is an error only if the variance is then undefined.
+            ``upstream="population"``, such a batch is an error only if it leaves the variance undefined.
         ValueError: if synchronized layers need the same number of batches on all ranks, but the numbers differ.
-        ValueError: if the network's code is found to call ``layer.forward(x)`` instead of ``layer(x)``, if a layer's
-            own forward never calls ``F.batch_norm`` or the forward of its base class, or if that forward normalizes an
-            input whose features do not match the layer's running mean.
+        ValueError: if the network's code is found to call ``layer.forward(x)`` instead of ``layer(x)``.
+        ValueError: if a layer has its own forward that never calls ``F.batch_norm`` or the forward of its base class,
+            or that normalizes an input whose features do not match the layer's running mean.
         TypeError: if the network cannot be called on the batches; pass ``forward=`` to say how to call it.
 
     >>> net = nn.Sequential(nn.BatchNorm1d(1))
@@ -145,7 +145,7 @@ def estimate_(
                 averages = observer.averages()
                 if averages is not None:
                     found[observer.layer] = averages
-                    # The next pass normalizes by these statistics. On exit, `restored` brings back the old ones.
+                    # The next pass normalizes by these statistics. On exit, `restored` restores the old ones.
                     _write(observer.layer, averages, rule)
     left_alone += functional.sites
     if not layers:
@@ -194,15 +194,16 @@ def _by_depth(
     """
     if iter(batches) is batches:
         raise ValueError(
-            "upstream='population' reads the batches several times; give a list or a DataLoader, not an iterator"
+            "upstream='population' reads the batches several times; pass a list or a DataLoader, not an iterator"
         )
     first = next(iter(batches), None)
     if first is None:
         return []
     graph = trace(net, first, forward)
-    # For each call, the layers on the paths from the network's input to the call, including the called layer.
+    # For each call, the batch normalization layers on the paths from the network's input to the call, including the
+    # called layer.
     reaching: dict[TracedCall, set[nn.Module]] = {}
-    # For each layer, the layers on the paths from the network's input to any of its calls.
+    # For each batch normalization layer, those on the paths from the network's input to any of its calls.
     above: dict[nn.Module, set[nn.Module]] = {}
     for call in graph.calls:
         found = reaching[call] = set().union(*(reaching.get(v.producer, ()) for v in call.inputs if v.producer))
@@ -280,10 +281,10 @@ class _Observer:
 
     A layer of a ``KNOWN`` class in training mode computes the moments itself: with momentum 1, its buffers hold the
     batch's mean and unbiased variance after the call. For other layers, the observer computes the moments. It also does
-    so for every layer if ``direct`` is true, and for a layer that has half-precision buffers, no batch counter, its own
-    forward or a ``statistics`` object such as ``Sync()``. A layer with its own forward may change its input before
-    normalizing it, so for such a layer the observer records what the layer passes to ``F.batch_norm`` or to
-    ``BatchNorm.forward``.
+    so for every layer if ``direct`` is true, and for a layer with half-precision buffers, without a batch counter, with
+    its own forward, or with a ``statistics`` object such as ``Sync()``. A layer with its own forward may change its
+    input before normalizing it, so for such a layer the observer records what the layer passes to ``F.batch_norm`` or
+    to ``BatchNorm.forward``.
     """
 
     def __init__(self, layer: TorchBatchNorm, path: str, rule: Rule, *, direct: bool) -> None:
@@ -363,8 +364,9 @@ class _Observer:
         """Return the averages over the batches of all ranks, or None if no batch had values for this layer.
 
         Raises:
-            ValueError: if a moment is not finite, if the layer ran without its hooks, if the input that its own
-                forward normalizes could not be observed, or if there are too few values for a variance.
+            ValueError: if a moment is not finite, if the layer's forward was called without the hooks, if the layer has
+                its own forward and its normalized input could not be observed, or if there are too few values for a
+                variance.
         """
         surplus = 0 if self.direct else int(self.layer.num_batches_tracked) - int(self._counted)  # type: ignore[arg-type]
         hidden = self.own_forward and self._called
@@ -402,7 +404,7 @@ class _Observer:
 
 
 class _FunctionalCalls(TorchFunctionMode):
-    """While active, list the calls of ``F.batch_norm`` or another of ``FUNCTIONS`` outside batch normalization layers.
+    """While active, list calls of the ``FUNCTIONS``, such as ``F.batch_norm``, outside batch normalization layers.
 
     The statistics of such calls cannot be estimated, because only the code that calls ``F.batch_norm`` knows whether
     the call should use the batch's statistics. If a layer in ``observers`` calls ``F.batch_norm``, the layer's observer
@@ -428,15 +430,15 @@ class _FunctionalCalls(TorchFunctionMode):
             mean = args[position] if len(args) > position else kwargs.get("running_mean")
             path = next((name for name, m in self._net.named_modules() if m is owner), "")
             name = next((f" '{name}'" for name, b in self._net.named_buffers() if b is mean), "")
-            kept = "which keeps no running statistics" if mean is None else f"whose running mean{name} was not updated"
-            site = Site(path, "left alone", f"it calls F.batch_norm, {kept}; use a batch normalization layer instead")
+            kept = "without running statistics" if mean is None else f"with a running mean{name} that was not updated"
+            site = Site(path, "left alone", f"it calls F.batch_norm {kept}; use a batch normalization layer instead")
             if site not in self.sites:
                 self.sites.append(site)
         return func(*args, **kwargs)
 
 
 def _running_module() -> nn.Module | None:
-    """Return the nn.Module that is innermost on the call stack, as a frame's ``self``, or None if there is none."""
+    """Return the ``self`` of the innermost stack frame whose ``self`` is an nn.Module, or None if there is none."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         owner = frame.f_locals.get("self")

@@ -1,4 +1,4 @@
-"""Start and stop child processes that run one call, hold an object, or form a pool that maps a function over jobs."""
+"""Run code in child processes: a single call, an object's methods, or many jobs in a pool of workers."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ class ChildProcess:
 
 @contextmanager
 def _ignoring_ctrl_c() -> Iterator[None]:
-    """Let processes that start in the block ignore Ctrl-C until they set a handler.
+    """Make processes that are started inside the block ignore Ctrl-C until they set their own handler.
 
-    Otherwise, Ctrl-C would print a traceback from each process that is still importing torch. Only the main thread can
-    do this; in other threads, nothing changes.
+    Otherwise, Ctrl-C would print a traceback from each process that is still importing torch. This works only in the
+    main thread; in other threads, nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -101,7 +101,7 @@ class Remote(ChildProcess):
 
         Raises:
             RuntimeError: if the process died, or if the call raised an exception that cannot be pickled.
-            Exception: the exception that the call raised, with the other process's traceback as a note.
+            Exception: if the call raised an exception; it is raised again here, with the child's traceback as a note.
         """
         try:
             error, result = self.pipe.recv()
@@ -168,15 +168,15 @@ Run = Callable[[Work, Sequence[tuple[Any, ...]], float], Iterator[Outcome]]
 
 @contextmanager
 def workers(processes: int, *, threads: int | None = None, device_turns: bool = False) -> Iterator[Run]:
-    """Start processes and yield ``run(work, jobs, seconds)``, a function that uses these processes.
+    """Start processes and yield ``run(work, jobs, seconds)``, a function that runs jobs in these processes.
 
     ``run`` calls ``work(*job)`` for each job and yields the outcomes in the order in which the jobs finish. It starts
-    no further job once ``seconds`` have passed.
+    no further jobs after ``seconds`` seconds.
 
     Args:
         processes: how many processes to start; 0 runs the jobs in this process, one after the other.
         threads: the number of torch threads in each process; None means torch's default.
-        device_turns: whether the processes share a lock for :func:`device_turn`.
+        device_turns: whether the processes share the lock that :func:`device_turn` holds.
     """
     if not processes:
         yield _one_by_one
@@ -269,7 +269,7 @@ def torch_threads(number: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-_lock: AbstractContextManager[Any] | None = None  # set in workers that share a device
+_lock: AbstractContextManager[Any] | None = None  # the lock of the workers that share a device, if any
 _held = False
 
 

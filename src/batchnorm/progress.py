@@ -1,4 +1,4 @@
-"""Progress on stderr: rich's bars on a terminal, plain lines elsewhere, nothing for short loops."""
+"""Show progress on stderr: bars if it is a terminal and rich is installed, lines of text otherwise."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ LINE_EVERY = 30.0
 
 
 def progress(items: Iterable[T], label: str, total: int | None = None, unit: str = "") -> Iterator[T]:
-    """Yield the items, and show progress on stderr if the loop takes more than a few seconds; ``unit`` names an item.
+    """Yield the items, and show progress on stderr if the loop takes more than a few seconds.
+
+    Lines of text print ``unit``, such as "batch", before the number of items done.
 
     >>> list(progress([1, 2], "counting"))
     [1, 2]
@@ -92,8 +94,8 @@ class Display:
     """Show the progress of several named tasks; use it in a ``with`` statement.
 
     Args:
-        every: without a terminal, the seconds between two lines about the same task.
-        transient: on a terminal, remove the bars at the end.
+        every: the minimum number of seconds between two lines of text about the same task.
+        transient: remove the bars at the end.
     """
 
     def __init__(self, every: float = LINE_EVERY, *, transient: bool = False) -> None:
@@ -116,7 +118,7 @@ class Display:
             self.bars.stop()
 
     def add(self, name: str, total: int | None = None, unit: str = "") -> None:
-        """Add a task that ends at ``total``; lines of text show ``unit`` before the number."""
+        """Add a task of ``total`` items; lines of text print ``unit`` before the number of items done."""
         task = None if self.bars is None else self.bars.add_task(name, total=total)
         self._shown[name] = _Shown(task, total, f"{unit} " if unit else "")
 

@@ -1,4 +1,4 @@
-"""Result files: measurements with the hardware, versions and commit that they come from, written atomically."""
+"""Write result files atomically, with the hardware, software versions and commit that the measurements come from."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any
 import numpy
 import torch
 
-# The deepest nesting to accept in JSON: this library's files are nested far less, and printing a value of this depth
-# does not exhaust the stack.
+# Reject JSON that is nested more deeply than this, because printing it could exhaust the stack. This library's own
+# files are nested far less.
 MAX_DEPTH = 100
 
 
 def environment(commit: str | None = None) -> dict[str, Any]:
-    """Describe the machine and the software of a measurement.
+    """Return a description of this machine and its software, to record with a measurement.
 
     Args:
         commit: the commit to record; by default, the commit of the source tree.
@@ -69,7 +69,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_json(text: bytes, where: str) -> dict[str, Any]:
-    """Return the object in a JSON text; errors start with ``where``, the text's origin.
+    """Parse JSON text that must contain an object; error messages start with ``where``, the source of the text.
 
     >>> parse_json(b"[1]", "a.json")
     Traceback (most recent call last):
@@ -118,7 +118,7 @@ def sync(path: Path) -> None:
     """Wait until the contents of a file or folder are on the disk."""
     windows = os.name == "nt"
     if windows and path.is_dir():
-        return  # Windows cannot open folders, and its file system journals renames
+        return  # Windows cannot open folders, but its file system journals renames, so no sync is needed
     handle = os.open(path, os.O_RDWR if windows else os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -34,11 +34,11 @@ TRIALS = 3
 EXACT = 1e-6
 """The largest relative error accepted in float64 without measuring how much the network amplifies rounding."""
 TINY = 1e-12
-"""The relative change of the weights that simulates rounding if the new network's float64 weights are not rounded."""
+"""The relative change of float64 weights that simulates rounding; it is larger than float64's rounding errors."""
 
 
 class DifferenceError(ValueError):
-    """Report how two networks differ."""
+    """Raised if two networks compute different results; the message says how the results differ."""
 
 
 def verify(
@@ -59,16 +59,16 @@ def verify(
     A forward pass may also create or change buffers, and tensors in other attributes of modules. They are compared like
     the outputs, but the returned error does not include the errors of buffers.
 
-    If ``tolerance`` is None and the error is finite but larger than rounding explains in a shallow network, the
-    networks are compared again in float64. In float64, only the rounding of the new network's weights matters. There is
-    no such rounding if ``same_weights`` is true, or if ``make`` can build the network with float64 weights. If the
-    error in float64 is still too large, the weights and buffers of a copy of the original are changed by as much as
-    rounding would change them, to measure how much rounding can change the output. A network that does not run in
-    float64 is compared in its own precision.
+    If ``tolerance`` is None, a finite error that is larger than rounding causes in a shallow network is not yet
+    rejected, because deep networks can amplify rounding. Instead, the networks are compared again in float64. In
+    float64, only the rounding of the new network's weights matters. There is no such rounding if ``same_weights`` is
+    true, or if ``make`` can build the network with float64 weights. If the error in float64 is still too large, the
+    weights and buffers of a copy of the original are changed by as much as rounding would change them, to measure how
+    much rounding can change the output. A network that does not run in float64 is compared in its own precision.
 
     Args:
-        old, new, example: the original, the changed network and a batch.
-        forward: a function of a network and a batch that calls the network; see :func:`batchnorm.network_call.call`.
+        old, new, example: the original network, the changed network and a batch.
+        forward: function that calls the network, as ``forward(net, batch)``; see :func:`batchnorm.network_call.call`.
         what: the name of the new network in error messages.
         advice: a sentence that says what to do about a difference. The error message ends with this sentence, unless
             the original's own results vary from run to run.
@@ -185,7 +185,7 @@ def _is_rounding(
 def _made_in_double(old: nn.Module, new: nn.Module, example: Any, make: Make) -> nn.Module | None:
     """Return a float64 version of ``new`` that ``make`` builds from a float64 copy of ``old``.
 
-    Return None if that fails, or if the weights of the two versions differ by more than rounding.
+    Return None if ``make`` fails, or if the weights of the two versions differ by more than rounding.
     """
     try:
         twin = private_copy(old)
@@ -227,8 +227,8 @@ def _errors(new: _Seen, old: _Seen) -> dict[str, float]:
     """Return the relative errors of the new results, by path.
 
     Raises:
-        DifferenceError: if the outputs differ in structure, types or shapes, or if the new network does not store a
-            tensor in an attribute where the old network does, or stores one with another shape or dtype.
+        DifferenceError: if the outputs differ in structure, type or shape, or if a tensor that the old network stores
+            in an attribute is missing in the new network, or has another shape or dtype there.
     """
     found = {path: _error(path, a, b) for path, a, b in _pairs(new.output, old.output)}
     for path, t in old.kept.items():
@@ -355,7 +355,7 @@ def _nudge_(net: nn.Module, steps: dict[str, float], seed: int) -> None:
 def _default_dtype(dtype: torch.dtype | None) -> Iterator[None]:
     """Set torch's default dtype inside the block, unless ``dtype`` is None.
 
-    The code of a network may call functions such as torch.zeros without a dtype.
+    This affects network code that calls functions such as torch.zeros without a dtype.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype or before)

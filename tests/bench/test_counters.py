@@ -26,17 +26,17 @@ def test_launches_belong_to_passes_in_order():
     output = "\n".join(["==PROF== Connected", *told(STREAMED, RESIDENT), "==PROF== done", *table("1,200", "3", "7.5")])
     rows = list(matched(output))
     assert [(row["direction"], row["read"]) for row in rows] == [("forward", 1200), ("forward", 3), ("backward", 7.5)]
-    assert "tensors read 3.00 written 3.00" in line(rows[0])
+    assert "read 3.00 and wrote 3.00 times" in line(rows[0])
 
 
 def test_a_counter_that_is_missing_is_no_number():
     (row,) = matched("\n".join([*told(RESIDENT), *table("n/a")]))
     assert row["read"] is None
-    assert "tensors read ?" in line(row)
+    assert "read ? and wrote" in line(row)
 
 
 def test_a_launch_too_many_is_an_error():
-    with pytest.raises(RuntimeError, match="ncu listed 2 launches of our kernels instead of 1"):
+    with pytest.raises(RuntimeError, match="ncu listed 2 launches of our kernels, but 1 were expected"):
         list(matched("\n".join([*told(RESIDENT), *table("1", "2")])))
 
 

@@ -25,7 +25,7 @@ def test_every_cell_is_trained_and_the_best_rate_counts(tmp_path, capsys):
         cell = [one for one in found["tried"] if (one["batch"], one["statistics"]) == (row["batch"], row["statistics"])]
         assert row["mean"] == max(one["mean"] for one in cell)
         assert len(row["accuracies"]) == 2
-    assert "batch 2, frozen statistics: " in capsys.readouterr().out
+    assert "batch size 2, frozen statistics: " in capsys.readouterr().out
     assert main([*given, "--data", str(tmp_path / "absent")]) == 2
     assert "absent is not a folder: give one with train/CLASS/*.jpg" in capsys.readouterr().err
     assert main([*given, "--classes", "10"]) == 2

@@ -22,7 +22,7 @@ def test_it_measures_and_says_how_many_cores_feed_a_gpu(tmp_path, monkeypatch, c
     assert min(rate.plain, rate.ours, rate.together) > 0
     lines = capsys.readouterr().out
     assert "images/s per core" in lines
-    assert "a GPU that trains 1000 images/s needs" in lines
+    assert "a GPU that trains on 1000 images/s needs" in lines
 
 
 def test_it_makes_its_own_pictures(monkeypatch, tmp_path):

@@ -46,7 +46,7 @@ def test_forms_are_made_of_the_parts_they_name():
 
 def test_the_table_says_whether_the_bars_are_reached():
     rows = [PeakMemory("stock", 100, 95, 90, 7.0), PeakMemory("ours", 74, 57, 70, 7.0, 0.74, 0.6)]
-    assert "ours: goal of at most 0.6 of stock's tensor memory: reached" in report(rows, rows[1:])
+    assert "ours: the goal of at most 0.6 times stock's tensor memory is reached" in report(rows, rows[1:])
     over = PeakMemory("ours, recompute", 44, 44, 40, 7.0, 0.44, 0.46)
     assert "NOT reached" in report([rows[0], over], [over])
     assert "reached" not in report(rows)

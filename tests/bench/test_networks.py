@@ -185,7 +185,7 @@ def test_batches_are_halved_until_they_fit(tmp_path, capsys):
     assert "only 8 examples fit" in capsys.readouterr().out
     with pytest.raises(JobsFailedError):
         run(tmp_path / "others.json", "insatiable", batches=(4,))
-    assert "out of memory with 2 examples" in capsys.readouterr().out
+    assert "out of memory at batch size 2" in capsys.readouterr().out
 
 
 def test_a_network_that_fails_leaves_rows_that_say_so(tmp_path, capsys):
@@ -231,17 +231,17 @@ def test_bars():
     ]
     judged = {bar.what: (bar.measured and round(bar.measured, 3), bar.reached) for bar in bars(rows, "cuda")}
     assert judged == {
-        "upper end of the slowest row's 95% interval": (0.91, False),
+        "smallest upper end of the speedups' 95% intervals": (0.91, False),
         "eager, batch 256: speedup, geometric mean": (round(math.sqrt(1.8), 3), True),
         "eager, batch 32: speedup, geometric mean": (0.9, False),
         "torch.compile: speedup, geometric mean": (1.2, True),
         "torch.compile(backend='batchnorm'): speedup, geometric mean": (None, None),
         "CUDA graph: speedup, geometric mean": (None, None),
-        "torchvision/resnet50, eager, batch 256: time over stock's": (0.667, True),
+        "torchvision/resnet50, eager, batch 256: time relative to stock's": (0.667, True),
         "torchvision/resnet50, torch.compile, batch 256: speedup, geometric mean": (1.2, True),
-        "eager: peak memory over stock's, worst": (1.1, False),
-        "torch.compile: peak memory over stock's, worst": (1.01, True),
-        "torch.compile: CPU time to compile over stock's, worst": (1.1, True),
+        "eager: peak memory relative to stock's, worst": (1.1, False),
+        "torch.compile: peak memory relative to stock's, worst": (1.01, True),
+        "torch.compile: CPU time to compile relative to stock's, worst": (1.1, True),
     }
 
 

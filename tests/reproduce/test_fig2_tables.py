@@ -396,7 +396,7 @@ def test_ablation(results):
     assert "BN-x5 itself has a mean of 50.00% over 3 seeds; one more run would be within 4.97 points" in found.text
     assert found.rows[1:] == [
         ["increase learning rate", "40.0%", "+10.00 points", "helps"],
-        ["remove dropout", "diverged by step 400", "-", "without it the network diverges"],
+        ["remove dropout", "diverged by step 400", "-", "without it, the network diverges"],
         ["shuffle training examples more thoroughly", "46.0%", "+4.00 points", "not resolved"],
         ["reduce the photometric distortions", "56.0%", "-6.00 points", "harms"],
     ]

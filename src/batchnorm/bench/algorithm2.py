@@ -1,4 +1,4 @@
-"""How long does estimating population statistics take, and is our folded network as fast as torch.fx's?"""
+"""How long does ``estimate_`` take, and is a network folded by this library as fast as one folded by torch.fx?"""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..population import estimate_
 from ..results import check_writable, write_result
 from ..train.distributed import find_device
 
-QUESTION = "median seconds per pass over the data by a residual network of 18 layers, and median ratios within rounds"
+QUESTION = "seconds per pass of an 18-layer residual network over the data, and their ratios (medians over rounds)"
 
 
 class Block(nn.Module):
@@ -110,7 +110,7 @@ def _fold(net: nn.Module, data: list[Tensor], rounds: int) -> dict[str, float]:
 
 
 def _in_turns(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Return each contender's median seconds, and the median ratios of the last contender's time to the others'."""
+    """Return each contender's median seconds, and the median ratio of the last contender's time to each other's."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(rounds + 1):
         for name, run in contenders.items():

@@ -16,7 +16,7 @@ class Bar(NamedTuple):
     """A goal for a measured number.
 
     >>> Bar("speedup", 1.5, 2.0, True, 3).line()
-    'speedup: 2.000, at least 1.5, 3 rows: reached'
+    'speedup: 2.000, goal at least 1.5, 3 rows: reached'
     """
 
     what: str
@@ -37,4 +37,4 @@ class Bar(NamedTuple):
         told = {None: "not measured", True: "reached", False: "MISSED"}[self.reached]
         number = "" if self.measured is None else f"{self.measured:.3f}, "
         way = "at least" if self.at_least else "at most"
-        return f"{self.what}: {number}{way} {self.wanted:g}, {self.rows} rows: {told}"
+        return f"{self.what}: {number}goal {way} {self.wanted:g}, {self.rows} rows: {told}"

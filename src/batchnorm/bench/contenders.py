@@ -19,7 +19,7 @@ from .step_profile import profile
 
 @dataclass(frozen=True)
 class Contender:
-    """A variant of the network.
+    """A variant of the network in the paper's appendix.
 
     If ``stock`` is True, the variant is built from ``torch.nn``'s layers, otherwise as ``batchnorm train`` builds it.
     If ``composed_stem`` is True, the two convolutions of the stem are composed into one.

@@ -2,8 +2,8 @@
 
     batchnorm bench counters --out runs/bench/counters.json
 
-Nsight Compute's command ``ncu`` must be on PATH and allowed to read counters. ``ncu`` profiles this module with
-cold caches, and repeats each launch until all counters are read.
+Nsight Compute's command ``ncu`` must be on PATH and must have permission to read hardware counters. ``ncu`` profiles
+this module with cold caches, and repeats each launch until all counters are read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .gpu_timing import require_gpu
 from .kernel_rows import LayerShape, names_of, short_list
 from .kernels import Parameters, Sets
 
-QUESTION = "what limits the fused kernels: bytes moved, cache hits, occupancy and stalls of single launches"
+QUESTION = "hardware counters of single launches of the fused kernels: bytes moved, cache hits, occupancy and stalls"
 METRICS = {
     "gpu__time_duration.sum": "nanoseconds",
     "dram__bytes_read.sum": "read",
@@ -64,7 +64,7 @@ class CountedPass(NamedTuple):
 
 
 def counters(out: Path | None = None, least: float = 5.0) -> None:
-    """Print the hardware counters of each pass over the layers that ``bench kernels --layers short`` times.
+    """Print hardware counters of forward and backward passes, on the layers of ``bench kernels --layers short``.
 
     Args:
         out: the result file; by default, none is written.
@@ -99,7 +99,7 @@ def matched(output: str) -> Iterator[dict[str, Any]]:
     table = [row for row in table if row["Kernel Name"].split("(")[0] in ("forward", "backward")]
     if len(table) != sum(one.launches for one in passes):
         raise RuntimeError(
-            f"ncu listed {len(table)} launches of our kernels instead of {sum(one.launches for one in passes)}"
+            f"ncu listed {len(table)} launches of our kernels, but {sum(one.launches for one in passes)} were expected"
         )
     launches = iter(table)
     for one in passes:
@@ -123,7 +123,7 @@ def line(row: dict[str, Any]) -> str:
     rest = " ".join(f"{name} {row[name]:g}" for name in list(METRICS.values())[3:] if row[name] is not None)
     micro = "?" if row["nanoseconds"] is None else f"{row['nanoseconds'] / 1e3:.1f}"
     shape = f"{network} {batch}x{channels}x{size}x{size} {row['layout']} {row['op']} {row['direction']} ({row['path']})"
-    return f"{shape}: {micro} us, tensors read {moved[0]} written {moved[1]}, {rest}"
+    return f"{shape}: {micro} us, read {moved[0]} and wrote {moved[1]} times the input's size, {rest}"
 
 
 def watched(least: float) -> None:

@@ -31,8 +31,8 @@ CONTIGUOUS, LAST = "contiguous", "channels_last"
 Level = Literal["functions", "layers"]
 
 # Upper limits of our time divided by torch's. BN + ReLU must be faster than torch's two calls, and BN alone must not be
-# much slower. On channels_last inputs with 2 to FEW - 1 channels, our code must be much faster. This last limit does
-# not apply to one channel, because both layouts are then the same in memory.
+# much slower than torch's. On channels_last inputs with 2 to FEW - 1 channels, our code must be much faster. This last
+# limit does not apply to one channel, because both layouts are then the same in memory.
 BARS = {"relu": 1.0, "none": 1.25, "few channels": 1 / 3}
 FEW = 8
 
@@ -41,7 +41,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from malloc.h
 
 @dataclass(frozen=True)
 class Case:
-    """The shape, layout and dtype of an input to time."""
+    """The name, shape, layout and dtype of an input for the benchmark."""
 
     name: str
     shape: tuple[int, ...]
@@ -69,8 +69,9 @@ class Case:
 class CpuRow:
     """The measurements of one case; times and ratios are medians over rounds.
 
-    ``ratios`` has our time divided by torch's. With ReLU, there are two ratios: to torch's out-of-place ReLU, and to
-    torch's in-place ReLU. ``ratio`` is the first entry of ``ratios``, which must be below ``bar``.
+    ``ratios`` has our time divided by torch's. With ReLU, there are two ratios: one relative to torch with out-of-place
+    ReLU, and one relative to torch with in-place ReLU. ``ratio`` is the first entry of ``ratios``, which must be below
+    ``bar``.
     """
 
     level: Level
@@ -124,8 +125,8 @@ def cpu(
         out: the result file; None writes no file. Published result files are in results/.
         threads: number of threads that torch uses.
         rounds: number of rounds, each of which times our code and torch's.
-        seconds: about how long to time our code, and torch's, in each round; at least one forward and backward pass is
-            timed.
+        seconds: approximate time for our code, and again for torch's, in each round; at least one forward and backward
+            pass is timed.
         levels: "layers" compares this library's layers with torch.nn's; "functions" compares ops.normalize_batch_ with
             F.batch_norm and F.relu. Unlike F.batch_norm, ops.normalize_batch_ also counts the batches.
     """
@@ -134,7 +135,7 @@ def cpu(
     if not levels:
         raise ValueError("levels is empty: give layers, functions or both")
     check_writable(out)
-    memory = "kept by the process" if keep_freed_memory() else "up to the allocator"
+    memory = "kept by the process" if keep_freed_memory() else "kept or returned, as the allocator decides"
     with torch_threads(threads):
         plan = [(case, activation, level) for level in levels for case in CASES for activation in ("none", "relu")]
         rows = [measure(*which, rounds, seconds) for which in progress(plan, "cases timed")]
@@ -153,7 +154,7 @@ def cpu(
 
 
 def keep_freed_memory() -> bool:
-    """Make glibc keep freed blocks of less than 32 MiB; return False if this fails, as with another C library.
+    """Make glibc keep freed blocks of less than 32 MiB; return False on failure, for example with another C library.
 
     By default, glibc returns free memory at the end of the heap to the system. The next pass must then fault the pages
     in again, which can take longer than the arithmetic. How much memory is returned depends on where small objects
@@ -268,14 +269,14 @@ class CpuBar(NamedTuple):
 
 
 def bars(rows: Iterable[dict[str, Any]]) -> list[CpuBar]:
-    """Check measured rows against the limits. Ratios to torch's in-place ReLU are reported, but have no limit.
+    """Check measured rows against the limits. Ratios to torch with in-place ReLU are reported, but have no limit.
 
     >>> case = {"name": "images", "shape": (64, 512, 7, 7), "layout": "contiguous", "dtype": "float32"}
     >>> row = {"level": "layers", "activation": "relu", "case": case, "ratios": {"relu": 0.9, "relu in place": 1.1}}
     >>> for bar in bars([row]):
     ...     print(bar.line())
-    layers: BN+ReLU over two calls, contiguous: worst 0.900 (images float32); goal reached: 1 of 1 below 1
-    layers: BN+ReLU over BN and ReLU in place: worst 1.100 (images float32), 0 of 1 below 1
+    layers: BN+ReLU relative to torch, contiguous: worst 0.900 (images float32); goal reached: 1 of 1 below 1
+    layers: BN+ReLU relative to torch with in-place ReLU: worst 1.100 (images float32), 0 of 1 below 1
     """
     rows = list(rows)
     found = []
@@ -284,11 +285,11 @@ def bars(rows: Iterable[dict[str, Any]]) -> list[CpuBar]:
         relu, alone = ([row for row in here if row["activation"] == a] for a in ("relu", "none"))
         for layout in (CONTIGUOUS, LAST):
             wanted = [row for row in relu if row["case"]["layout"] == layout]
-            found.append(_judged(level, f"BN+ReLU over two calls, {layout}", BARS["relu"], wanted))
-        found.append(_judged(level, "BN alone over torch's", BARS["none"], alone))
+            found.append(_judged(level, f"BN+ReLU relative to torch, {layout}", BARS["relu"], wanted))
+        found.append(_judged(level, "BN alone relative to torch", BARS["none"], alone))
         few = [row for row in here if Case(**row["case"]).bar(row["activation"]) == BARS["few channels"]]
         found.append(_judged(level, f"channels_last with 2 to {FEW - 1} channels", BARS["few channels"], few))
-        found.append(_judged(level, "BN+ReLU over BN and ReLU in place", None, relu, "relu in place"))
+        found.append(_judged(level, "BN+ReLU relative to torch with in-place ReLU", None, relu, "relu in place"))
     return [bar for bar in found if bar is not None]
 
 
@@ -315,5 +316,5 @@ def _table(level: Level, rows: list[CpuRow]) -> Table:
         cells = (f"{row.torch_ms:.3f}", f"{row.ours_ms:.3f}", ratio, f"{row.bar:.2f}", in_place)
         table.add_row(case.name, shape, case.layout, case.dtype, row.activation, *cells)
     met = sum(row.ratio < row.bar for row in rows)
-    table.caption = f"{met} of {len(rows)} ratios are below their limits (column bar); ! marks the others"
+    table.caption = f"{met} of {len(rows)} ratios are below their limits (in column 'bar'); '!' marks the others"
     return table

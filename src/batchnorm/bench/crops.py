@@ -77,7 +77,7 @@ def crops(
                     rates[name].append(rate)
     median = {name: statistics.median(values) for name, values in rates.items()}
     result = {
-        "what": "crops per second; forward: the network alone, crops: from decoded images, files: from JPEG files",
+        "what": "crops per second; forward: the network alone; crops: from decoded images; files: from JPEG files",
         "options": {**options, "device": device},
         "environment": environment(),
         "crops per second": rates,
@@ -85,7 +85,7 @@ def crops(
     }
     write_json(out, result)
     for name, value in median.items():
-        print(f"{name:8} {value:10,.0f} crops/s  {value / median['forward']:.2f} of forward")
+        print(f"{name:8} {value:10,.0f} crops/s  {value / median['forward']:.2f} times the rate of forward")
     return result
 
 

@@ -29,14 +29,14 @@ def fig1(
     rounds: int = 1,
     out: Path = Path("runs/bench/fig1.json"),
 ) -> None:
-    """Time ``reproduce fig1`` against the same experiment in plain eager PyTorch, both as whole commands.
+    """Time the command ``reproduce fig1`` against a command that runs the same experiment in plain eager PyTorch.
 
     Both commands train with autograd and ``torch.optim.SGD``. The eager command uses batch normalization from
     ``torch.nn``, trains one network after the other on torch's default number of threads, evaluates every 1,000 steps,
     and writes no files. The command ``reproduce fig1`` uses batch normalization from this library, trains with one
     thread per network, evaluates more often at first, monitors the networks, and writes checkpoints, the figure and the
-    report. It is timed with both networks in one process ("one process"), and with one process per network, its default
-    ("make run").
+    report. ``reproduce fig1`` is timed in two forms: with both networks in one process ("one process"), and with one
+    process per network, which is its default ("make run").
 
     Args:
         steps: updates per network.
@@ -62,11 +62,11 @@ def fig1(
             accuracies[name].append(contender(seed))
             seconds[name].append(time.perf_counter() - began)
             plain, normalized = accuracies[name][-1]
-            print(f"{name}: {seconds[name][-1]:.1f} s, accuracy {plain:.2%} without and {normalized:.2%} with BN")
+            print(f"{name}: {seconds[name][-1]:.1f} s, accuracy {plain:.2%} without BN and {normalized:.2%} with BN")
     median = {name: statistics.median(values) for name, values in seconds.items()}
     faster = {name: round(median["eager"] / median[name], 2) for name in contenders}
     result = {
-        "what": "seconds of whole commands that train both networks, and test accuracy without and with BN",
+        "what": "seconds that each command takes to train both networks, and test accuracy without and with BN",
         "options": {"steps": steps, "rate": rate, "std": std, "rounds": rounds},
         "environment": {**environment(), "load average before": load},
         "seconds": seconds,
@@ -101,7 +101,7 @@ def _run(module: str, *words: object) -> str:
 
 
 def build(batch_norm: bool, std: float) -> nn.Sequential:
-    """Build Section 4.1's network in plain eager PyTorch, from ``torch.nn`` only."""
+    """Build the network of the paper's Section 4.1, with layers from ``torch.nn`` only."""
     layers: list[nn.Module] = []
     inputs = 784
     for _ in range(3):

@@ -3,7 +3,8 @@
     python -m batchnorm bench fine-tuning --data DIR --out runs/bench/fine-tuning.json
 
 The command trains a small network on half of the classes. It then fine-tunes the network on a few images of each class
-of the other half, both with the statistics of each batch and with the frozen statistics of the first training.
+of the other half. Batch normalization uses either the statistics of each batch, or the frozen statistics of the first
+training.
 """
 
 from __future__ import annotations
@@ -59,9 +60,10 @@ def fine_tuning(
     Args:
         data: folder with train/CLASS/*.jpg and val/CLASS/*.jpg.
         classes: number of classes to use: the first half for training, the second half for fine-tuning.
-        images: training images per class for fine-tuning.
+        images: largest number of training images per class for fine-tuning.
         batches: batch sizes for fine-tuning.
-        rates: learning rates for fine-tuning; each batch size and kind of statistics is scored at its best rate.
+        rates: learning rates for fine-tuning; each batch size and kind of statistics is evaluated at its best learning
+            rate.
         seeds: number of seeds for each batch size, kind of statistics and rate.
         size: height and width of the images.
         first_epochs: epochs of the first training, at batch size 64.
@@ -120,7 +122,7 @@ def fine_tuning(
     ]
     write_result(out, QUESTION, options=told, first=start.top1, rows=rows, tried=tried)
     for row in rows:
-        print(f"batch {row['batch']}, {row['statistics']}: {row['mean']:.1%} at rate {row['rate']:g}")
+        print(f"batch size {row['batch']}, {row['statistics']}: {row['mean']:.1%} at learning rate {row['rate']:g}")
     print(f"result: {out}")
     return rows
 

@@ -38,7 +38,7 @@ class Stopwatch:
             for i in range(sets):
                 kept.append(call(i))
         events = [(_event(), _event()) for _ in range(11)]
-        # An idle device lowers its clocks: keep it busy until the replays start.
+        # Keep the device busy until the replays start, because an idle device lowers its clock rate.
         for _ in range(6):
             torch.mm(self.load, self.load)
         for start, end in events:

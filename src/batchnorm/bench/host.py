@@ -1,8 +1,9 @@
 """How long does one eager layer keep the host busy, compared with ``torch.nn``'s modules?
 
 ``batchnorm bench host`` calls layers on tensors so small that the GPU waits for the host. It times training calls
-(forward pass, backward pass and clearing the gradients) and evaluation calls. These times matter if a network is bound
-by the host, as many are at small batch sizes. Our calls and torch's alternate; a ratio is the median over rounds.
+(forward pass, backward pass and clearing the gradients) and evaluation calls. These times matter if the host limits the
+speed of a network, as is common at small batch sizes. Our calls and torch's alternate; each reported ratio is a median
+over rounds.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def microseconds(step: Step) -> float:
 
 
 def host(rounds: int = 11, out: Path = Path("runs/bench/host.json")) -> list[dict[str, Any]]:
-    """Time how long eager layers keep the host busy, compared with layers of ``torch.nn``.
+    """Compare how long eager layers of this library and of ``torch.nn`` keep the host busy.
 
     Args:
         rounds: number of rounds, each of which times every call of ours and the corresponding call of torch.nn.
@@ -99,7 +100,7 @@ def host(rounds: int = 11, out: Path = Path("runs/bench/host.json")) -> list[dic
                 for step in (torchs, ours):
                     for _ in range(3):
                         step()
-                # The first call started to compile the extension in the background; time only the compiled extension.
+                # The first call starts to compile the extension in the background. Wait for it before timing.
                 extension.wait()
                 for step in (torchs, ours):
                     microseconds(step)
@@ -114,7 +115,7 @@ def host(rounds: int = 11, out: Path = Path("runs/bench/host.json")) -> list[dic
                     f" torch {times[0]:6.1f} us, ours {times[1]:6.1f} us, ratio {ratio:.2f}",
                     flush=True,
                 )
-    bar = Bar("host time over torch.nn's, worst", 1.0, max(row["ratio"] for row in rows), False, len(rows))
+    bar = Bar("largest ratio of host time to torch.nn's", 1.0, max(row["ratio"] for row in rows), False, len(rows))
     print(bar.line())
     bars = [{**bar._asdict(), "reached": bar.reached}]
     write_result(out, QUESTION, extension=extension.unavailable or "in use", bars=bars, rows=rows)

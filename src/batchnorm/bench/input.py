@@ -51,8 +51,8 @@ class InputRate:
                 f"plain Pillow loader  {self.plain:8.0f} images/s per core",
                 f"batchnorm.data       {self.ours:8.0f} images/s per core, {self.ratio:.2f} times as many",
                 f"{self.workers} workers {self.together:18.0f} images/s together, {per_worker:.0f} each",
-                f"a GPU that trains {self.gpu_rate:.0f} images/s needs {math.ceil(self.gpu_rate / self.ours)} cores at"
-                f" the single-core rate, or {math.ceil(self.gpu_rate / per_worker)} at the rate per worker",
+                f"a GPU that trains on {self.gpu_rate:.0f} images/s needs {math.ceil(self.gpu_rate / self.ours)} cores"
+                f" at the single-core rate, or {math.ceil(self.gpu_rate / per_worker)} at the rate per worker",
             ]
         )
 
@@ -69,18 +69,18 @@ def input_rate(
     gpu_rate: float = 15_000.0,
     out: Path = Path("runs/bench/input.json"),
 ) -> InputRate:
-    """Time decoding and cropping on one core, against a plain Pillow loader with the same crops.
+    """Compare the speed of decoding and cropping with that of a plain Pillow loader, on the same crops.
 
-    One core's rate is measured in processor time, so other work on the machine has little effect; the two loaders
-    alternate. The workers' rate is measured in elapsed time, and includes the transfer to this process through shared
-    memory.
+    The rate of one core is measured in CPU time, so other work on the machine has little effect. The two loaders are
+    timed alternately. The workers' rate is measured in elapsed time, and includes the transfer to this process through
+    shared memory.
 
     Args:
         data: an image folder or tar shards; by default, generated pictures of 500x375 pixels, which are smoother than
             photographs and so faster to decode.
         split: the split of the data to use.
         size: height and width of the crops.
-        images: the largest number of images to load, spread evenly over the data.
+        images: the largest number of images to load; they are spread evenly over the data.
         rounds: number of times each loader is timed.
         workers: number of worker processes.
         gpu_rate: images per second that the GPU consumes.
@@ -133,8 +133,8 @@ def _plain(source: ImageSource, reader: BatchReader, request: Request) -> Tensor
 def _check(reader: BatchReader, request: Request) -> None:
     plain, ours = _plain(reader.source, reader, request), reader[request].images.permute(0, 3, 1, 2)
     difference = (plain.float() - ours.float()).abs().mean().item()
-    # Our loader may decode a JPEG at a reduced size, and rounds the crop to whole pixels. This changes pixel values by
-    # a few gray levels, but a wrong crop would change them by tens of gray levels.
+    # Our loader may decode a JPEG at a reduced size, and rounds the crop to whole pixels. These differences change
+    # pixel values by a few gray levels, but a wrong crop would change them by tens of gray levels.
     if difference > 10:
         raise RuntimeError(
             f"the loaders return different images ({difference:.1f} gray levels apart on average), so nothing was timed"

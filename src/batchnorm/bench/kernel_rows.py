@@ -39,7 +39,7 @@ class LayerShape(NamedTuple):
         return self.batch, self.channels, self.size, self.size
 
 
-_CHANNELS = {  # for each network and each height of a layer's input, the numbers of channels that occur
+_CHANNELS = {  # the layers' numbers of channels, by network and by height of the layer's input
     # Paper: Appendix, Figure 5, but with pool projections of 96 channels in 4c and 4d, where the figure prints 128.
     "inception": {
         112: (64,),

@@ -108,9 +108,9 @@ class Sets:
 def check(sets: Sets, p: Parameters, call: Normalize) -> dict[str, float]:
     """Return the relative errors of the output y and of every gradient, on the first set of inputs.
 
-    The expected gradients use the ReLU mask of our output, because rounding decides the sign of values very near 0.
-    One different sign would outweigh all other errors of a float32 gradient. A truly wrong sign still shows as an error
-    of y.
+    The expected gradients use the ReLU mask of our output, because rounding can change the sign of a value near 0. In
+    float32, the gradient's error from one changed sign would be larger than all of its other errors. A sign that is
+    really wrong still causes an error in y.
     """
     x, r, dy = sets.x[0], sets.residual[0], sets.dy[0]
     wide = torch.float64 if x.numel() < 2**25 or x.dtype == torch.float32 else torch.float32
@@ -158,8 +158,8 @@ def measure(
     p = Parameters(layer.channels)
     calls = contenders(p, autotune)
     one = Sets(layer, channels_last, dtype, residual, 1)
-    # Compile in the first calls, while other processes may use the GPU. Only the timing below needs exclusive use of
-    # the GPU.
+    # The first calls compile the kernels. Make them here, where other processes may use the GPU, because only the
+    # timing below needs exclusive use of the GPU.
     for name, call in calls.items():
         if name != "eager":
             call(one.x[0], one.residual[0]).backward(one.dy[0])
@@ -220,7 +220,7 @@ def kernels(
         layers: "all" for every layer shape of the paper's Inception and of ResNet-50, "short" for a few of them.
         dtypes: dtypes of the activations.
         autotune: also time torch.compile's max-autotune mode and, for each bfloat16 layer in NHWC, cuDNN in float16.
-        seconds: start no further measurement after this many seconds.
+        seconds: start no new measurements after this many seconds.
         jobs: number of processes, which compile in parallel and measure one at a time; 0 uses only this process.
         commit: the commit to record in the result file, if the code is not a git checkout.
     """
@@ -263,4 +263,4 @@ def kernels(
     if rows:
         picture_beside(out, draw)
     if left := len(not_measured()):
-        print(f"{left} rows are not measured yet: run the same command again")
+        print(f"{left} rows are not measured yet: run the same command again to measure them")

@@ -19,8 +19,8 @@ from .bars import Bar, geometric_mean
 CHIP = 26.4e6  # bytes that fit into the shared memory of an H200: 200 KB in each of its 132 multiprocessors
 # Passes that move fewer bytes are not compared with the bandwidth limit, because launch overhead dominates their time.
 MOVED = 20e6
-# How many tensors a forward and a backward pass move without a residual: ONCE if they read each input once, TWICE if
-# they read each input twice.
+# The number of tensors that a forward and a backward pass move without a residual. ONCE is for passes that read each
+# input once, TWICE for passes that read each input twice.
 ONCE, TWICE = (2, 3), (3, 5)
 
 STYLES = {
@@ -88,9 +88,9 @@ def _judged(layout: str, op: str, rows: Sequence[dict[str, Any]]) -> list[Kernel
     def bar(what: str, wanted: float, values: Sequence[float], measured: float | None, at_least: bool) -> KernelBar:
         return KernelBar(layout, op, what, wanted, measured if values else None, at_least, len(values))
 
-    # Each of these two goals is left out where memory bandwidth rules it out; docs/kernels.md has the numbers. With a
-    # residual, torch.compile's kernels and ours both move one more tensor per pass, so ours cannot be 1.5 times as
-    # fast. In NHWC, eager torch moves so few bytes that our kernels cannot be 4 times as fast.
+    # Leave out a goal for layouts and operations for which memory bandwidth makes it impossible; docs/kernels.md has
+    # the numbers. With a residual, torch.compile's kernels and ours both move one more tensor per pass, so ours cannot
+    # be 1.5 times as fast. In NHWC, eager torch moves so few bytes that our kernels cannot be 4 times as fast.
     means = [
         bar("geometric mean of torch.compile over ours", 1.5, compiled, geometric_mean(compiled), True),
         bar("geometric mean of eager over ours", 4.0, eager, geometric_mean(eager), True),
@@ -149,7 +149,7 @@ def write(report: dict[str, Any], path: Path) -> None:
 
 
 def draw(report: dict[str, Any], plt: Any) -> Any:
-    """Draw one panel per layout and operation; y = 1 means that each tensor is moved once, at a copy's speed."""
+    """Draw one panel per layout and operation; y = 1 means that each tensor is moved once, at a copy's bandwidth."""
     types = [r["dtype"] for r in report["rows"]]
     dtype = "bfloat16" if "bfloat16" in types else types[0]
     panels = sorted({(r["layout"], r["op"]) for r in report["rows"] if r["dtype"] == dtype})
@@ -163,7 +163,7 @@ def draw(report: dict[str, Any], plt: Any) -> Any:
         axes.axhline(1, color="k", lw=0.6)
         axes.set(title=f"{op}, {layout}, {dtype}", xlabel="one tensor, MB", ylim=(0, 1.05))
     figure.axes[0].set_ylabel("share of the one-read limit")
-    # Take the legend from the last panel, which shows NHWC: cudnn-fp16 is timed only in NHWC.
+    # Take the legend from the last panel. It shows NHWC, the only layout in which cudnn-fp16 is timed.
     figure.legend(*figure.axes[-1].get_legend_handles_labels(), loc="outside lower center", ncols=len(STYLES))
     figure.suptitle(f"{report['hardware']['device']}, torch {report['hardware']['torch']}: forward and backward")
     return figure

@@ -34,9 +34,9 @@ from ..surgery import convert
 from ..train.distributed import find_device
 from .network_steps import network_to_convert
 
-QUESTION = "validation accuracy of a stock network and of its converted copy, both trained"
+QUESTION = "validation accuracy of a stock network and of its converted copy after the same training"
 FORMS = ("stock", "converted")
-CROP_AREA = (0.25, 1.0)  # range of a crop's area as a fraction of the image's; smaller crops would show too little
+CROP_AREA = (0.25, 1.0)  # range of a crop's area as a fraction of the image's; smaller crops show too little
 
 
 @dataclass(frozen=True)
@@ -189,8 +189,8 @@ def learning(
             write_result(out, QUESTION, options=told, data=images, **compare(runs), runs=[asdict(run) for run in runs])
     found = compare(runs)
     if "same" in found:
-        verdict = "no more than the range" if found["same"] else "MORE than the range"
-        verdict += f" over seeds, {found['wider range']:.2%}"
+        verdict = "which is within the range" if found["same"] else "which is MORE than the range"
+        verdict += f" over seeds ({found['wider range']:.2%})"
     else:
         verdict = "but one seed is not enough to compare them: give several, such as --seeds 0 1 2"
     print(

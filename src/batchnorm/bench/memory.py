@@ -33,7 +33,7 @@ from ..train.step import make_optimizer
 from .contenders import OURS, STOCK, Contender, noise, with_stock_parts_
 from .train import LOSS_TOLERANCE
 
-QUESTION = "peak memory of the appendix network's training step, relative to the eager stock network's"
+QUESTION = "peak memory of a training step of the network in the paper's appendix, relative to the stock network"
 # Upper limits of the peak memory without workspaces, as fractions of the stock network's, on a GPU at batch 256.
 BARS = {"ours": 0.6, "ours, recompute": 0.45}
 
@@ -227,5 +227,5 @@ def report(rows: Sequence[PeakMemory], judged: Sequence[PeakMemory] = ()) -> str
         lines.append(f"{row.name:<{width}} {row.peak / 1e6:9,.1f} {row.over_stock:8.3f} {tensors} {after}")
     for row in judged:
         verdict = "reached" if row.tensors_over_stock <= BARS[row.name] else "NOT reached"
-        lines.append(f"{row.name}: goal of at most {BARS[row.name]} of stock's tensor memory: {verdict}")
+        lines.append(f"{row.name}: the goal of at most {BARS[row.name]} times stock's tensor memory is {verdict}")
     return "\n".join(lines)

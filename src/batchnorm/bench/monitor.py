@@ -20,7 +20,7 @@ from ..results import check_writable, environment, write_json
 
 
 def monitor(steps: int = 500, rounds: int = 15, out: Path = Path("runs/bench/monitor.json")) -> None:
-    """Time an eager training loop of Section 4.1's network with and without a monitor, alternately.
+    """Time an eager training loop of the network of the paper's Section 4.1, with and without a monitor.
 
     Args:
         steps: updates per round; with the monitor's default every=100, 500 updates give five records.
@@ -66,4 +66,4 @@ def monitor(steps: int = 500, rounds: int = 15, out: Path = Path("runs/bench/mon
     }
     write_json(out, result)
     for name, value in median.items():
-        print(f"{name}: {1e6 * value:.0f} us per step, {added[name]:+.1%} against no monitor")
+        print(f"{name}: {1e6 * value:.0f} us per step, {added[name]:+.1%} relative to no monitor")

@@ -32,20 +32,20 @@ Mode = Literal[
 ]  # fmt: skip
 Row = dict[str, Any]
 TURN = "turn"  # a generator yields this before timing, to ask for exclusive use of the machine
-COMPILED_TOGETHER: tuple[Mode, ...] = ("compiled", "backend")  # timed against the same compiled stock network
+COMPILED_TOGETHER: tuple[Mode, ...] = ("compiled", "backend")  # modes timed against the same compiled stock network
 REPLAYING: tuple[Mode, ...] = ("reduce-overhead", "max-autotune")  # modes in which Inductor replays CUDA graphs
 COMPILING: tuple[Mode, ...] = (*COMPILED_TOGETHER, "dynamic", *REPLAYING)
-# The largest relative difference to allow between the losses of the converted and the stock network. In the first step,
+# The largest allowed relative differences between the losses of the converted and the stock network. In the first step,
 # the losses differ only by rounding. The larger tolerance is for later steps, because training amplifies the
 # difference, and for compiled networks, because they draw different dropout masks.
 FIRST_TOLERANCE, LOSS_TOLERANCE = 0.005, 0.03
 CHECKED_STEPS = 3
-AUXILIARY = 0.3  # the weight of GoogLeNet's and Inception's auxiliary classifiers
+AUXILIARY = 0.3  # the weight of GoogLeNet's and Inception's auxiliary classifiers in the loss
 # The learning rate is low, so that the losses of two correct networks stay close. At a rate of 0.01, changing
 # GoogLeNet's weights by 1e-6 changes the loss after one step by 1%.
 RATE = 1e-3
-GROUP_SECONDS = 0.1  # between two synchronizations, take as many steps as fit in about this time
-MIN_PAIRS = 6  # with fewer rounds, order statistics give no 95% interval
+GROUP_SECONDS = 0.1  # take steps for about this long between two synchronizations
+MIN_PAIRS = 6  # a 95% interval from order statistics needs at least this many rounds
 NARROW = 0.01  # stop timing once half the width of the 95% interval is at most this fraction of the median
 
 
@@ -73,7 +73,7 @@ class Measurement(NamedTuple):
 
 
 class NetworkJob(NamedTuple):
-    """The measurements of one network that one process makes."""
+    """The measurements that one process makes on one network."""
 
     network: str
     units: tuple[Measurement, ...]
@@ -119,7 +119,7 @@ def convert_pair(name: str, settings: Settings) -> Pair:
     began = clock()
     converted = convert(net, example)
     seconds = clock() - began
-    extension.wait()  # the extension compiles in the background, and steps are slower until it is ready
+    extension.wait()  # wait for its compilation in the background, because steps are slower without it
     with torch.no_grad():
         output = network_call.tensors_in(copy.deepcopy(net)(example))[0]
     return Pair(net, converted, example, output.shape[1], seconds, str(converted.report).partition("\n")[0])
@@ -128,7 +128,7 @@ def convert_pair(name: str, settings: Settings) -> Pair:
 def without_norms(net: nn.Module) -> nn.Module:
     """Return a copy in which ``nn.Identity`` replaces the batch normalization layers.
 
-    No implementation of batch normalization can make the network's training step faster than that of the copy.
+    The time of the copy's training step is a lower limit for all implementations of batch normalization.
 
     >>> without_norms(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))[1]
     Identity()
@@ -181,7 +181,7 @@ class Step:
 
 
 def _as_used(net: nn.Module, mode: Mode, images: Tensor) -> tuple[Any, Tensor]:
-    """Return the network and the images, converted or wrapped as the mode requires."""
+    """Return the network and the images in the form that the mode requires."""
     match mode:
         case "compiled":
             return torch.compile(net), images
@@ -193,7 +193,7 @@ def _as_used(net: nn.Module, mode: Mode, images: Tensor) -> tuple[Any, Tensor]:
         case "reduce-overhead" | "max-autotune":
             return torch.compile(net, mode=mode), images
         case "evaluation":
-            # Replace the initial running statistics, with which activations could overflow.
+            # Replace the initial running statistics, because activations could overflow with them.
             estimate_(net, [images])
             return net.eval(), images
         case "nchw":
@@ -245,10 +245,10 @@ class Prepared(NamedTuple):
 
 
 def prepare(net: nn.Module, mode: Mode, images: Tensor, labels: Tensor) -> Prepared:
-    """Take the first steps of a copy of a network; measure the time of the first and the peak memory of a later one.
+    """Copy a network and take its first steps; measure the first step's time and a later step's peak memory.
 
-    The first step of a compiled network compiles with empty caches. This step is measured in CPU time, because other
-    processes may compile at the same time.
+    The first step of a compiled network includes compilation with empty caches. Its time is measured as CPU time,
+    because other processes may compile at the same time.
     """
     # Garbage that is freed only after `before` is read would make the measured peak too low.
     gc.collect()
@@ -273,7 +273,7 @@ def prepare(net: nn.Module, mode: Mode, images: Tensor, labels: Tensor) -> Prepa
         losses += _losses(step, range(CHECKED_STEPS, 2 * CHECKED_STEPS))
     else:
         step()
-    # Replaying Inductor's CUDA graphs allocates nothing, so the peak of these modes cannot be measured.
+    # Replaying Inductor's CUDA graphs allocates nothing, so the peak cannot be measured in the modes that replay.
     peak = torch.cuda.max_memory_allocated() - before if images.is_cuda and mode not in REPLAYING else None
     if compiles and images.is_cuda:
         torch.cuda.empty_cache()
@@ -290,7 +290,7 @@ def _losses(step: Callable[[], Tensor], seeds: range) -> list[float]:
 
 
 def _compiling() -> AbstractContextManager[Any]:
-    """Return a context in which torch compiles with empty caches.
+    """Return a context manager in which torch compiles with empty caches.
 
     If torch supports it, the backward pass is compiled before the forward pass runs, so that no activations occupy
     memory during compilation.
@@ -309,11 +309,11 @@ def loss_problem(stock: Sequence[float], ours: Sequence[float], compiled: bool =
     """Return a message about the first step whose losses differ by more than the tolerance, or None if all agree.
 
     >>> loss_problem([6.9, 6.8], [6.91, 6.75]), loss_problem([6.9, 6.8], [6.9, math.nan])
-    (None, "the loss of step 2 is nan, but the stock network's is 6.8: not timed")
+    (None, "not timed, because the loss of step 2 is nan, but the stock network's loss is 6.8")
     """
     for k, (a, b) in enumerate(zip(stock, ours, strict=True), 1):
         if not abs(a - b) <= (FIRST_TOLERANCE if k == 1 and not compiled else LOSS_TOLERANCE) * abs(a):
-            return f"the loss of step {k} is {b:.4g}, but the stock network's is {a:.4g}: not timed"
+            return f"not timed, because the loss of step {k} is {b:.4g}, but the stock network's loss is {a:.4g}"
     return None
 
 
@@ -327,7 +327,9 @@ def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
     (3.5, 1, 6)
     """
     ordered, n = sorted(values), len(values)
-    k, below = 0, 1.0  # ordered[k] is the (k + 1)-th smallest value; `below` is 2^n P(Binomial(n, 1/2) < k + 1)
+    # The interval is from ordered[k] to ordered[n - 1 - k]. Of the 2^n outcomes of n coin flips, `below` have at most k
+    # heads.
+    k, below = 0, 1.0
     while 2 * (below + math.comb(n, k + 1)) <= 0.05 * 2**n:
         k += 1
         below += math.comb(n, k)
@@ -337,8 +339,8 @@ def median_interval(values: Sequence[float]) -> tuple[float, float, float]:
 def time_rounds(steps: Sequence[Callable[[], Tensor]], device: str, seconds: float) -> list[list[float]]:
     """Time several kinds of steps alternately; return, for each round, the seconds per step of each kind.
 
-    After at least ``MIN_PAIRS`` rounds, timing stops as soon as the 95% intervals of all speedups over the first kind
-    are narrow, or when ``seconds`` have passed.
+    There are at least ``MIN_PAIRS`` rounds. After that, timing stops when ``seconds`` have passed, or earlier if the
+    95% intervals of all speedups over the first kind are narrow.
     """
 
     def synchronize() -> None:
@@ -384,7 +386,7 @@ def measure(pair: Pair, unit: Measurement, settings: Settings) -> Generator[str,
             return [{"batch": unit.batch, "examples": examples, **row} for row in rows]
         except torch.OutOfMemoryError:
             if examples < 4:
-                return failed(unit, f"out of memory with {examples} examples")
+                return failed(unit, f"out of memory at batch size {examples}")
         finally:
             gc.collect()
             if unit.modes[0] in COMPILING:
@@ -405,8 +407,8 @@ def _measure(pair: Pair, modes: tuple[Mode, ...], examples: int, settings: Setti
     if settings.on_gpu and images.dim() == 4:
         images = images.contiguous(memory_format=torch.channels_last)
     labels = torch.randint(pair.classes, (examples,), generator=generator).to(images.device)
-    # Libraries load code and allocate workspaces in their first call. Take a step now, so that this does not count in
-    # either network's measurements.
+    # Libraries load code and allocate workspaces in their first call. Take a step now, so that this cost does not count
+    # in either network's measurements.
     Step(copy.deepcopy(pair.stock), "eager", images[:8], labels[:8])()
     if modes[0] in COMPILING:
         torch.compile(nn.Linear(8, 8, device=images.device))(torch.zeros(8, 8, device=images.device)).sum().backward()
@@ -474,8 +476,8 @@ def results_of(job: NetworkJob, settings: Settings) -> Iterator[tuple[Measuremen
     if settings.cudnn_benchmark:
         torch.backends.cudnn.benchmark = True
     if not settings.on_gpu:
-        # Two networks that take turns in one process fragment its heap. By default, glibc would then return memory to
-        # the system in every step, and the next step would spend time on page faults.
+        # Running two networks alternately in one process fragments its heap. By default, glibc would then return memory
+        # to the system in every step, and the next step would spend time on page faults.
         keep_freed_memory()
     try:
         pair = convert_pair(job.network, settings)
@@ -485,11 +487,12 @@ def results_of(job: NetworkJob, settings: Settings) -> Iterator[tuple[Measuremen
         return
     for unit in job.units:
         if unit.modes[0] not in COMPILING:
-            # Modes that do not compile record the elapsed time of the first step, so no other process may run then.
+            # Modes that do not compile record the elapsed time of the first step, so no other process may run now.
             yield TURN
         try:
             yield unit, (yield from measure(pair, unit, settings))
-        except Exception as error:  # mostly from the stock network: `_measure` handles errors of the converted network
+        except Exception as error:
+            # Most of these errors come from the stock network; `_measure` handles those of the converted network.
             yield unit, failed(unit, f"stock: {_first_line(error)}")
 
 

@@ -2,11 +2,12 @@
 
     python -m batchnorm bench networks --out runs/bench/networks.json
 
-The command times whole training steps of a stock network against ``bn.convert(net, example)``: eager, as one CUDA graph
-and under ``torch.compile``. It also times the stock network under ``torch.compile(backend="batchnorm")``. Steps run in
-bf16 autocast and channels_last on a GPU, and in float32 on a CPU. Both networks start from the same weights and are
-timed alternately in one process. If their losses differ by more than a tolerance, they are not timed. On a CPU, the
-stock network without its batch normalization layers is timed too, as a lower limit of the step time.
+The command compares whole training steps of a stock network and of ``bn.convert(net, example)``: in eager mode,
+captured as one CUDA graph, and under ``torch.compile``. It also times the stock network under
+``torch.compile(backend="batchnorm")``. Steps run in bf16 autocast and channels_last on a GPU, and in float32 on a CPU.
+Both networks start from the same weights and are timed alternately in one process. If their losses differ by more than
+a tolerance, they are not timed. On a CPU, the stock network without its batch normalization layers is timed too, as a
+lower limit of the step time.
 
 Each row of the result file has the measurements of one network in one mode, such as eager, at one batch size. Rows
 that were measured with the current code are not measured again. A result file from another machine, or from other
@@ -77,15 +78,15 @@ def bars(rows: Iterable[Row], device: str) -> list[Bar]:
     >>> row = {"network": "torchvision/resnet50", "mode": "eager", "batch": 8, "speedup": 1.25}
     >>> for bar in bars([row], "cpu"):
     ...     print(bar.line())
-    time over stock's, geometric mean: 0.800, at most 0.9, 1 rows: reached
-    time over stock's, worst: 0.800, at most 1, 1 rows: reached
+    time relative to stock's, geometric mean: 0.800, goal at most 0.9, 1 rows: reached
+    time relative to stock's, worst: 0.800, goal at most 1, 1 rows: reached
     """
     good = [row for row in rows if "failed" not in row]
     if device == "cpu":
         times = [1 / row["speedup"] for row in good]
         return [
-            Bar("time over stock's, geometric mean", 0.9, geometric_mean(times), False, len(times)),
-            Bar("time over stock's, worst", 1.0, max(times, default=None), False, len(times)),
+            Bar("time relative to stock's, geometric mean", 0.9, geometric_mean(times), False, len(times)),
+            Bar("time relative to stock's, worst", 1.0, max(times, default=None), False, len(times)),
         ]
 
     def of(*modes: Mode, batch: int | None = None, network: str | None = None) -> list[Row]:
@@ -110,19 +111,19 @@ def bars(rows: Iterable[Row], device: str) -> list[Bar]:
     upper = [row["interval"][1] for row in good]
     compiling = [row["ours_first_step_seconds"] / row["stock_first_step_seconds"] for row in of(*COMPILED_TOGETHER)]
     return [
-        Bar("upper end of the slowest row's 95% interval", 0.97, min(upper, default=None), True, len(upper)),
+        Bar("smallest upper end of the speedups' 95% intervals", 0.97, min(upper, default=None), True, len(upper)),
         mean("eager, batch 256", 1.3, of("eager", batch=256)),
         mean("eager, batch 32", 1.0, of("eager", batch=32)),
         mean("torch.compile", 1.05, of("compiled")),
         mean("torch.compile(backend='batchnorm')", 1.05, of("backend")),
         mean("CUDA graph", 1.4, of("graph")),
-        worst(f"{first}, eager, batch 256: time over stock's", 0.67, [
+        worst(f"{first}, eager, batch 256: time relative to stock's", 0.67, [
             1 / row["speedup"] for row in of("eager", batch=256, network=first)
         ]),
         mean(f"{first}, torch.compile, batch 256", 1.1, of("compiled", batch=256, network=first)),
-        worst("eager: peak memory over stock's, worst", 1.02, memory("eager")),
-        worst("torch.compile: peak memory over stock's, worst", 1.05, memory("compiled")),
-        worst("torch.compile: CPU time to compile over stock's, worst", 1.2, compiling),
+        worst("eager: peak memory relative to stock's, worst", 1.02, memory("eager")),
+        worst("torch.compile: peak memory relative to stock's, worst", 1.05, memory("compiled")),
+        worst("torch.compile: CPU time to compile relative to stock's, worst", 1.2, compiling),
     ]  # fmt: skip
 
 
@@ -313,7 +314,7 @@ def in_turns(
 
 
 def here(jobs: Sequence[NetworkJob], settings: Settings, end: float) -> Iterator[tuple[str, list[Row]]]:
-    """Run the jobs in this process; yield the network and rows of each measurement until ``end``, a monotonic time."""
+    """Run the jobs in this process until time ``end``; yield the network and rows of each measurement."""
     for job in jobs:
         for found in results_of(job, settings):
             if isinstance(found, tuple):
@@ -343,9 +344,9 @@ def networks(
         modes: eager, graph (the whole step as one CUDA graph), compiled (both networks under torch.compile) and backend
             (the stock network under torch.compile with this library's backend). These four are the default on a GPU;
             eager is the default on a CPU. The modes dynamic, reduce-overhead and max-autotune compile both networks
-            with that option of torch.compile. The other modes are eager: evaluation, nchw, float32, fp16 (with a
-            GradScaler), bf16-weights, checkpoint (activation checkpointing of each stage's blocks), accumulate
-            (gradients of two half batches), ddp and fsdp2 (in one process).
+            with the option of torch.compile that has this name. The other modes are eager: evaluation, nchw, float32,
+            fp16 (with a GradScaler), bf16-weights, checkpoint (activation checkpointing of each stage's blocks),
+            accumulate (add the gradients of two half batches), ddp and fsdp2 (in one process).
         batches: batch sizes, by default 256 and 32 on a GPU and 8 on a CPU; a batch size is halved if memory runs out.
         size: height and width of the images; not used if the function returns an example batch.
         device: cpu, cuda, or auto.
@@ -397,9 +398,9 @@ def networks(
     if any("failed" not in row and row["mode"] in MODE_NAMES for row in rows.values()):
         picture_beside(out, draw)
     if left := _count(plan(networks, modes, batches, rows)):
-        print(f"{left} rows are not measured yet: run the same command again")
+        print(f"{left} rows are not measured yet: run the same command again to measure them")
     if problems := sum("failed" in row for row in rows.values()):
-        raise JobsFailedError(f"{problems} of {len(rows)} rows failed; run the same command to try them again")
+        raise JobsFailedError(f"{problems} of {len(rows)} rows failed; run the same command again to retry them")
     return list(rows.values())
 
 
@@ -426,11 +427,11 @@ def line(row: Row) -> str:
     start = f"{row['network']:<30} {row['mode']:<8} batch {row['batch']:>3}"
     if "failed" in row:
         return f"{start}: failed: {row['failed']}"
-    halved = "" if row["examples"] == row["batch"] else f", only {row['examples']} examples fit"
+    halved = "" if row["examples"] == row["batch"] else f", only {row['examples']} examples fit into memory"
     low, high = row["interval"]
     stock, ours = row["stock_peak_bytes"], row["ours_peak_bytes"]
-    memory = f", {ours / stock:.3f} of stock's memory" if stock else ""
-    limit = f", stock without BN {1 / row['without_bn']:.3f} times as fast" if "without_bn" in row else ""
+    memory = f", {ours / stock:.3f} times stock's memory" if stock else ""
+    limit = f", stock without BN is {1 / row['without_bn']:.3f} times as fast as stock" if "without_bn" in row else ""
     return (
         f"{start}: stock {row['stock_ms']:8.2f} ms, ours {row['ours_ms']:8.2f} ms, {row['speedup']:.3f} times as fast"
         f" ({low:.3f} to {high:.3f}, {row['pairs']} pairs){limit}{memory}, first step: stock"

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-# The first pattern that occurs in a kernel's name decides its kind.
+# A kernel belongs to the first kind whose pattern occurs in the kernel's name.
 KINDS = (
     ("convolutions, forward", r"(?i:fprop)|^convolve\b"),
     ("convolutions, gradients of inputs", r"dgrad|convBwdData"),
@@ -19,7 +19,7 @@ KINDS = (
     ("BN, backward", r"^(backward|backward_layers)\b"),
     ("update of the weights", r"^update\b"),
     (
-        "1x1 convolutions as matrix products, split sums, memsets",
+        "1x1 convolutions as matrix products, split-K sums, memsets",
         r"gemm|matMul|nvjet|splitk|cutlass|cublas|(?i:memset)|^fill\b",
     ),
 )
@@ -47,10 +47,10 @@ def profile(step: Callable[[], Any], steps: int = 5) -> dict[str, Any]:
 
 
 def summary(launches: Sequence[Launch], steps: int) -> dict[str, Any]:
-    """Return the milliseconds of each kind of kernel, summed over streams, and the number of launches; both per step.
+    """Return the milliseconds per step of each kind of kernel, summed over streams, and the launches per step.
 
-    ``busy`` is the share of the time in which at least one kernel runs. ``longest_rest`` lists up to five kernels that
-    match no pattern in ``KINDS``, the longest first, with their milliseconds per step.
+    ``busy`` is the share of the profiled time in which at least one kernel runs. ``longest_rest`` lists up to five
+    kernels that match no pattern in ``KINDS``, the longest first, with their milliseconds per step.
 
     >>> found = summary([Launch("sm90_fprop", 0, 400), Launch("forward_layers", 300, 500), Launch("add", 700, 800)], 1)
     >>> found["milliseconds"], found["launches"], found["busy"]

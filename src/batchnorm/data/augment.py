@@ -16,7 +16,7 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 # The weights of red, green and blue in the luma of Rec. 601.
 GRAY = (0.299, 0.587, 0.114)
 # The principal components of ImageNet's colors, each multiplied by its eigenvalue (Krizhevsky et al. 2012, Sec. 4.1).
-# The numbers are those of fb.resnet.torch. Each column is a component.
+# The numbers are taken from fb.resnet.torch. Each column is a component.
 COLOR_COMPONENTS = (
     (-0.5675 * 0.2175, 0.7192 * 0.0188, 0.4009 * 0.0045),
     (-0.5808 * 0.2175, -0.0045 * 0.0188, -0.8140 * 0.0045),
@@ -35,9 +35,9 @@ class Strength(NamedTuple):
     lighting: float
 
 
-# Not in the paper, which says only that distortions were reduced. "full" uses the strengths in Howard ("Some
+# The paper gives no strengths; it says only that distortions were reduced. "full" uses the strengths of Howard ("Some
 # improvements on deep convolutional neural network based image classification", 2013), whose distortions GoogLeNet
-# used. "reduced" is our choice.
+# used. We chose the strengths of "reduced".
 STRENGTHS = {"full": Strength(0.5, 0.1), "reduced": Strength(0.2, 0.04)}
 
 
@@ -127,9 +127,9 @@ class Augment(Normalize):
     def draw(self, n: int, generator: torch.Generator) -> Tensor:
         """Draw the random numbers for ``n`` images, and return a tensor with one row per image.
 
-        An image is mirrored if the first number of its row is below 0.5. If colors are distorted, the row also holds
-        the image's A, T and t / 3; :meth:`forward` adds t / 3 three times. In a distributed run, draw for the whole
-        batch on every rank, and pass each rank's rows to its :meth:`forward`.
+        An image is mirrored if the first number of its row is below 0.5. If colors are distorted, the row also holds A,
+        T and t / 3, where A, T and t are those of the class docstring; :meth:`forward` adds t / 3 three times. In a
+        distributed run, draw for the whole batch on every rank, and pass each rank's rows to its :meth:`forward`.
         """
         uniform = torch.rand(n, 8, generator=generator, device=generator.device)
         normal = torch.randn(n, 3, generator=generator, device=generator.device)
@@ -198,13 +198,13 @@ class Distortions:
         parts[6:9, :, 6] = ((eye - gray) @ components).T
         constant = torch.zeros(3, 7, dtype=torch.float64)
         constant[:, 6] = -torch.tensor(mean).double()
-        # For each channel of y, Augment.forward adds the stored offset to each of three products and then sums the
-        # three, so store a third of the offset.
+        # Store a third of the offset, because Augment.forward adds the stored value three times, once for each channel
+        # of the mean color m.
         scale = torch.tensor([1 / 255] * 6 + [1 / 3]).double() / torch.tensor(std).double()[:, None]
         self.parts, self.constant = (parts * scale).flatten(1), (constant * scale).flatten()
 
     def __call__(self, uniform: Tensor, normal: Tensor) -> Tensor:
-        """Return each image's map: for each channel of y, the factors of x and of m, and a third of the offset.
+        """Return each image's affine map: per channel of y, the factors of x and of m, and a third of the offset.
 
         Args:
             uniform: numbers in [0, 1) of shape (n, 7): three for the factors of brightness, contrast and saturation,
@@ -212,9 +212,9 @@ class Distortions:
             normal: normal noise of shape (n, 3), one column for each principal component of the colors.
 
         Returns:
-            A float32 tensor of shape (n, 3, 3 + 3 + 1), for x and m from 0 to 255.
+            A float32 tensor of shape (n, 3, 3 + 3 + 1). The factors apply to x and m with values from 0 to 255.
         """
-        # Compute in float64, which autocast does not round. It is cheap, because these tensors are small.
+        # Compute in float64, because autocast does not round float64. This is cheap, because the tensors are small.
         factors = 1 + self.strength.factor * (2 * uniform[:, :3].double() - 1)
         later = torch.where(uniform[:, 3:6] > uniform[:, 6:], factors, 1.0).cumprod(1)
         noise = self.strength.lighting * normal.double()

@@ -33,10 +33,11 @@ class Box(NamedTuple):
 def random_box(draws: Sequence[float], width: int, height: int, area: tuple[float, float] = CROP_AREA) -> Box:
     """Return a rectangle of random area, aspect ratio and position, like GoogLeNet's training crops.
 
-    If no attempt fits into the image, return the largest centered rectangle of an allowed aspect ratio.
+    Up to ten random rectangles are tried. If none of them fits into the image, return the largest centered rectangle
+    with an allowed aspect ratio.
 
     Args:
-        draws: :data:`DRAWS` numbers in [0, 1), four for each attempt.
+        draws: :data:`DRAWS` numbers in [0, 1), four for each rectangle to try.
         width, height: the image's size.
         area: the range from which the rectangle's share of the image's area is drawn uniformly.
 

@@ -32,7 +32,7 @@ def decode_crop(data: bytes, choose: Choose, out: Tensor) -> tuple[int, int]:
 
     The image is converted to RGB, cropped and resized with torch's antialiased bilinear filter. If the crop of a JPEG
     is at least twice as wide and high as ``out``, the JPEG is decoded at a half, a quarter or an eighth of its size.
-    The crop is rounded to whole pixels of the decoded image, which moves the edges of a downscaled JPEG's crop by at
+    The crop's edges are rounded to whole pixels of the decoded image. For a downscaled JPEG, this moves an edge by at
     most half an output pixel. Gray, palette, CMYK and 16-bit images become RGB; transparency is dropped.
 
     Args:
@@ -48,7 +48,7 @@ def decode_crop(data: bytes, choose: Choose, out: Tensor) -> tuple[int, int]:
         image, box, original = _load(data, choose, size)
     # Pillow raises OSError, SyntaxError, ValueError, struct.error and others for a broken file.
     except Exception as error:
-        # Some messages of Pillow end with <_io.BytesIO object at 0x...>, which tells a user nothing.
+        # Some of Pillow's messages end with <_io.BytesIO object at 0x...>, which does not help a user.
         raise CorruptImageError(f"{type(error).__name__}: {str(error).partition(' <_io.')[0]}") from error
     _resize(_pixels(image, box), out)
     return original
@@ -69,7 +69,7 @@ def crop_image(image: Image | Tensor, choose: Choose, out: Tensor) -> None:
         return
     try:
         image = to_rgb(image)
-    except Exception as error:  # Pillow decodes the image only now, and the image may be damaged
+    except Exception as error:  # Pillow decodes lazily, so a damaged image raises an error only here
         raise CorruptImageError(f"{type(error).__name__}: {error}") from error
     _resize(_pixels(image, choose(*image.size)), out)
 

@@ -33,7 +33,7 @@ class DeviceCache:
 
     Crop boxes are chosen in the original image's pixels, so the same seed gives the same boxes as without the cache.
     The crops are then cut out of the stretched image. So two things differ from training without the cache: pixels are
-    resampled twice, and crops of large images lose the detail that the cached size cannot show.
+    resampled twice, and crops of large images lose detail, because the cached images are smaller than the originals.
     """
 
     images: Tensor  # (n, side, side, 3)
@@ -81,16 +81,15 @@ def open_decoded(
 ) -> DeviceCache:
     """Return the decoded images of a split, from a cache file in ``folder`` if there is one for the same data.
 
-    Otherwise, decode the images and write the cache file. Data counts as the same if its classes and labels, and the
-    names, sizes and modification times of its image files or shards, are unchanged. Cache files of other data are left
-    alone. The cache file only saves time: if it cannot be read, it is written again, and if it cannot be written, there
-    is a warning.
+    Otherwise, decode the images and write the cache file. The data counts as the same if its classes, its labels, and
+    the names, sizes and modification times of its image files or shards are unchanged. Cache files of other data are
+    left alone. If the cache file cannot be read, it is written again. If it cannot be written, a warning is issued.
     """
     error = require("safetensors", "train").SafetensorError
     data, where = data.expanduser(), torch.device(device)
     source = open_source(data, split)
     side = _cached_side(source, size)
-    name = re.sub(r"[^\w.-]", "_", split)  # Windows forbids some characters of names such as train[:0.1]
+    name = re.sub(r"[^\w.-]", "_", split)  # Windows does not allow the colon of train[:0.1] in file names
     path = folder / f"{name}-{side}px-{_state_of(source, data, split)}.safetensors"
     # A missing or damaged file can raise errors of many kinds, from safetensors, json and others.
     with contextlib.suppress(Exception):
@@ -133,7 +132,7 @@ def crop_resize(images: Tensor, boxes: Tensor, size: int) -> Tensor:
 
 
 def _triangle_filter(start: Tensor, stop: Tensor, pixels: int, size: int) -> Tensor:
-    """Return each input pixel's weight in each output pixel, of shape (n, size, pixels); outside the box, it is 0."""
+    """Return input pixels' weights in output pixels, of shape (n, size, pixels); they are 0 outside the box."""
     scale = ((stop - start) / size)[:, None]
     center = start[:, None] + scale * (torch.arange(size, device=start.device) + 0.5)
     pixel = torch.arange(pixels, device=start.device) + 0.5
@@ -218,7 +217,7 @@ def _load(path: Path, device: torch.device, source: ImageSource, side: int) -> D
 
 
 def _check(cache: DeviceCache, source: ImageSource, path: Path) -> None:
-    """Check that the numbers in a file fit the source, because they are used as indices and as labels."""
+    """Check that the arrays of a cache file match the source, because they are used as indices and labels."""
     n = len(source.labels)
     kept = cache.row_of >= 0
     ok = (

@@ -24,7 +24,7 @@ PART = re.compile(r"(\w+)\[(?::([\d.e-]+)|([\d.e-]+):)\]")
 
 
 class ImageSource(Protocol):
-    """Give the encoded bytes, the name and the label of each example of one split."""
+    """Provide the encoded bytes, the name and the label of each example of one split."""
 
     @property
     def classes(self) -> tuple[str, ...]:
@@ -52,7 +52,7 @@ class FolderSource:
     root: Path
     classes: tuple[str, ...]
     labels: NDArray[np.int64]
-    # Do not use a list of str: counting references to its items would copy all its memory into every forked worker.
+    # Do not use a list of str: reading an item changes its reference count, so each forked worker would copy the items.
     paths: NDArray[np.bytes_]
 
     @classmethod
@@ -76,7 +76,7 @@ class FolderSource:
 
     @property
     def shard_sizes(self) -> tuple[int, ...]:
-        """The number of images, since all of them are in one shard."""
+        """One number, the number of images, because all images are in one shard."""
         return (len(self.paths),)
 
     def read(self, index: int) -> bytes:
@@ -231,7 +231,7 @@ def small_images_note(source: ImageSource, size: int) -> str | None:
         try:
             with require("PIL.Image", "train").open(BytesIO(source.read(example))) as image:
                 sides.append(min(image.size))
-        except Exception:  # Pillow raises many kinds of errors for unreadable files, which training reports later
+        except Exception:  # Pillow raises many kinds of errors; training reports unreadable files later
             continue
     usual = int(median(sides)) if sides else size
     if usual >= size:

@@ -18,10 +18,11 @@ from .tar import members, read_at
 
 TRAIN_TAR = "ILSVRC2012_img_train.tar"
 VAL_TAR = "ILSVRC2012_img_val.tar"
-# Either file gives the classes of the validation images: the authors' bounding boxes, or the table in Kaggle's copy.
+# The classes of the validation images are in the authors' file of bounding boxes and in the table of Kaggle's copy. One
+# of these two files is enough.
 VAL_BOXES = "ILSVRC2012_bbox_val_v3.tgz"
 VAL_TABLE = "LOC_val_solution.csv"
-MAX_ANNOTATION = 2**20  # the most bytes that are read from one image's annotation file
+MAX_ANNOTATION = 2**20  # the maximum number of bytes to read from one image's annotation file
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class OfficialTar:
 
     @property
     def shard_sizes(self) -> tuple[int, ...]:
-        """The number of images, since all of them are in one shard."""
+        """One number, the number of images, because all images are in one shard."""
         return (len(self.members),)
 
     def read(self, index: int) -> bytes:
@@ -87,7 +88,8 @@ def _training_images(path: Path) -> Iterator[Entry]:
         for part in members(file, str(path)):
             if not part.name.endswith(".tar"):
                 raise ValueError(
-                    f"{path} contains {part.name}, but should contain one tar file per class and nothing else"
+                    f"{path} contains {part.name}, but should contain one tar file per class and nothing else: download"
+                    " it again"
                 )
             wnid = Path(part.name).stem
             for member in members(file, f"{path}:{part.name}", part.offset_data, part.size):
@@ -101,7 +103,7 @@ def _validation_images(folder: Path) -> Iterator[Entry]:
         for member in members(file, str(path)):
             stem = Path(member.name).stem
             if stem not in class_of:
-                raise ValueError(f"{path}:{member.name} is not listed in {listed}")
+                raise ValueError(f"{path}:{member.name} is not listed in {listed}: download both files again")
             yield class_of[stem], member.name, member.offset_data, member.size
 
 

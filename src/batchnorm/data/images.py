@@ -1,4 +1,4 @@
-"""Batches of images from folders or tar shards; a step has the same images on any number of ranks and workers."""
+"""Batches of images from folders or tar shards; a step has the same images with any number of ranks and workers."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class ImageBatches:
             if self.order.train and len(labels) < 2:
                 raise TooManyCorruptError(
                     f"step {step} of epoch {epoch} has {len(labels)} readable image(s), too few for batch"
-                    f" normalization; files that could not be read so far: {self._listed()}"
+                    f" normalization; replace or remove the files that could not be read: {self._listed()}"
                 )
             yield images.permute(0, 3, 1, 2), labels
 
@@ -102,8 +102,8 @@ class ImageBatches:
         self._corrupt |= {file.example: file for file in corrupt}
         if len(self._corrupt) > self.max_corrupt:
             raise TooManyCorruptError(
-                f"{len(self._corrupt)} files could not be read, more than max_corrupt={self.max_corrupt}; the first"
-                f" ones: {self._listed()}"
+                f"{len(self._corrupt)} files could not be read, more than max_corrupt={self.max_corrupt}: replace or"
+                f" remove them, or raise max_corrupt; the first ones: {self._listed()}"
             )
 
     def _listed(self) -> str:
@@ -150,8 +150,8 @@ def open_images(
             ``val-*.tar``; images are JPEG, PNG or WebP.
         split: the name of the split, such as ``"train"``; ``"train[:0.1]"`` is a tenth of each class.
         size: the side of the crops.
-        batch_size: the number of examples in a step over all ranks; see :class:`batchnorm.data.Order` for each rank's
-            part and for the last steps.
+        batch_size: the number of examples in a step over all ranks; :class:`batchnorm.data.Order` explains how
+            ranks share a step, and how large the last steps are.
         train: True for random order and random crops, False for stored order and center squares.
         shuffle: the random order of training, ``"fixed"`` or ``"epoch"``; see :class:`batchnorm.data.Order`.
         seed: the seed of the order and the crops.

@@ -69,7 +69,7 @@ def center_crops(request: Request, *, size: int) -> Sequence[Choose]:
 
 
 def whole_images(request: Request) -> Sequence[Choose]:
-    """Choose the whole of each image."""
+    """Choose the whole image as the crop, for each image."""
     return [partial(Box, 0, 0)] * len(request.examples)
 
 
@@ -174,8 +174,8 @@ def _signals_blocked() -> Iterator[None]:
 def _obey_only_the_parent(worker: int) -> None:
     """Ignore Ctrl-C in this worker, and any SIGTERM that its parent did not send.
 
-    Both signals are often sent to the whole process group, and a parent that saves its work before it exits still needs
-    its workers.
+    Both signals are often sent to the whole process group. A parent may save its work before it exits, and needs its
+    workers until then.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "sigwaitinfo"):
@@ -206,9 +206,9 @@ def _copy_ahead(answers: Iterator[Decoded], device: torch.device) -> Iterator[De
 
 def _received(batch: Decoded, copied: torch.cuda.Event) -> Decoded:
     current = torch.cuda.current_stream(batch.images.device)
-    # Wait for this copy alone: the stream is already copying the next batch.
+    # Wait only for this copy, because the copying stream has already started to copy the next batch.
     current.wait_event(copied)
     for tensor in (batch.images, batch.labels):
-        # The copying stream allocated the tensor, and must not reuse its memory while the current stream reads it.
+        # The tensor belongs to the copying stream. Its memory must not be reused while the current stream reads it.
         tensor.record_stream(current)
     return batch

@@ -20,9 +20,8 @@ Shuffle = Literal["fixed", "epoch"]
 class Order:
     """Divide each epoch into steps: every example is used once, and the ranks share each step.
 
-    A step has ``batch_size`` examples over all ranks together, so an epoch and a step identify the same examples on any
-    number of ranks. Each rank takes consecutive examples of the step, and the ranks' numbers of examples differ by at
-    most one.
+    A step has ``batch_size`` examples over all ranks together, so the examples of a step do not depend on the number of
+    ranks. Each rank takes consecutive examples of the step, and the ranks' numbers of examples differ by at most one.
 
     If the number of examples is not a multiple of the batch size, the last step is smaller. In training, a rank needs
     at least two examples to normalize, so the last two steps share their examples evenly if the last step would be less
@@ -34,7 +33,8 @@ class Order:
         batch_size: the number of examples in a step, over all ranks.
         train: True for random order and balanced last steps, False for the stored order.
         shuffle: ``"fixed"`` uses one random order for all epochs, so the same examples always share a mini-batch;
-            ``"epoch"`` draws a new order each epoch. Both shuffle the shards and the examples within each shard.
+            ``"epoch"`` draws a new order each epoch. Both settings shuffle the shards and the examples within each
+            shard.
         seed: the seed of the random order.
         rank: the rank of this process.
         world_size: the number of processes.
@@ -136,7 +136,7 @@ class BalancedBatches(Sampler[list[int]]):
     >>> [len(batch) for batch in BalancedBatches(65, batch_size=32)]
     [22, 22, 21]
 
-    Beyond the paper: Alg. 1 needs m > 1 (Sec. 3.1).
+    Beyond the paper: no batch has a single example, because Alg. 1 needs m > 1 (Sec. 3.1).
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Random numbers as a function of a seed and a position: there is no generator state to save or lose."""
+"""Random numbers as a function of a seed and a position: there is no generator state to save."""
 
 from __future__ import annotations
 

@@ -47,8 +47,8 @@ def shard(
     """Pack an image folder, or ImageNet's official tar files, into tar shards in random order, and print a summary.
 
     Image files are copied unchanged, except those that ``short_side`` shrinks. The file ``classes.txt`` in ``out``
-    lists the class names. The folder ``out`` appears only once it is complete and safely on disk. The same images and
-    options give the same shards, byte for byte, with the same version of Pillow.
+    lists the class names. The folder ``out`` is created only after all its files are safely on disk. The same images
+    and options give the same shards, byte for byte, with the same version of Pillow.
 
     Args:
         folder: a folder with train/CLASS/*.jpg and optionally val/CLASS/*.jpg; or with ILSVRC2012_img_train.tar and
@@ -87,7 +87,7 @@ def shard(
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, OSError) and error.errno is not None and error.filename is None:
-            raise OSError(error.errno, error.strerror, str(out)) from error  # a full disk's error has no file name
+            raise OSError(error.errno, error.strerror, str(out)) from error  # the error of a full disk names no file
         raise
     for line in written:
         print(line)
@@ -178,7 +178,7 @@ def shrink(data: bytes, suffix: str, short_side: int) -> tuple[bytes, str]:
             return data, suffix
         ratio = short_side / min(width, height)
         size = max(1, round(width * ratio)), max(1, round(height * ratio))
-        # Let the decoder downscale, but to no less than twice the final size, so that the difference is not visible.
+        # The decoder can downscale cheaply. Ask it for at least twice the final size, so that no loss is visible.
         image.draft(None, (2 * size[0], 2 * size[1]))
         image = image if image.mode == "L" else to_rgb(image)
         smaller = image.resize(size, pillow.Resampling.BICUBIC)

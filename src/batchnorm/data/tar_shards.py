@@ -1,4 +1,4 @@
-"""WebDataset's tar shards, read in any order with an index of the images' positions."""
+"""Read the images of WebDataset's tar shards in any order, with an index of their positions."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .tar import members, read_at
 CLASSES_FILE = "classes.txt"
 # These limits bound the memory that a damaged file can use: one wrong label must not create a billion classes.
 MAX_CLASSES = 1_000_000
-MAX_LABEL = 64  # bytes read from a .cls file
-MAX_NAME = 256  # bytes of a member's name that are stored for messages
+MAX_LABEL = 64  # the maximum number of bytes to read from a .cls file
+MAX_NAME = 256  # the maximum number of bytes of a member's name to store for messages
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class TarSource:
         if highest >= len(classes):
             raise ValueError(
                 f"{names} lists {len(classes)} classes, but the shards {split}-*.tar contain the label {highest}"
-                " (labels start at 0)"
+                " (labels start at 0): list one class name for each label"
             )
         return cls(root, classes, index)
 
@@ -106,12 +106,12 @@ class ShardImage(NamedTuple):
 class ShardIndex:
     """The name and state of each shard, and the shard, name, position and label of each image.
 
-    Names are bytes in arrays, because counting references to the items of a list of str would copy the list's memory
-    into every forked worker.
+    Names are stored as bytes in arrays, not as a list of str. Reading an item of a list changes its reference count, so
+    each forked worker would copy the items.
     """
 
     shards: NDArray[np.bytes_]
-    states: NDArray[np.int64]  # size and modification time of each shard, to notice changes
+    states: NDArray[np.int64]  # size and modification time of each shard, to detect changes
     shard_of: NDArray[np.int32]
     members: NDArray[np.bytes_]
     spans: NDArray[np.int64]  # offset and length of each image
@@ -147,7 +147,7 @@ class ShardIndex:
         # Damaged files can raise almost any error: zipfile, zlib and numpy's header parser each have their own types.
         with contextlib.suppress(Exception), zipfile.ZipFile(path) as file:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in file.infolist()):
-                return None  # not written by this library; a small compressed file could unpack to any size
+                return None  # we write no compressed index, and a small compressed file could unpack to any size
             files = {field.name: io.BytesIO(file.read(f"{field.name}.npy")) for field in fields(cls)}
             index = cls(**{name: np.load(content, allow_pickle=False) for name, content in files.items()})
             return index if index._is_consistent() else None

@@ -97,7 +97,7 @@ def count_correct(
 
 
 class Score(NamedTuple):
-    """The errors of class probabilities over all examples of all ranks.
+    """The errors of a network's class probabilities, over all examples of all ranks.
 
     Paper: Fig. 4 (top-1 and top-5 error)
     """

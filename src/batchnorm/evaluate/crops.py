@@ -26,16 +26,16 @@ class Crops:
     """The crops of each image in evaluation; the class probabilities of all crops are averaged.
 
     The image is resized once for each of ``scales``, so that its short side equals the scale. Smaller images are
-    enlarged, so every image has all crops. Each resized image gives squares whose side is its short side: one at the
-    center, or three at the left, center and right (top, center and bottom of a tall image). Each square gives crops of
-    ``size``: its center; with ``corners`` also its four corners; with ``whole`` also the square itself, resized.
-    ``mirror`` adds the mirror image of each crop.
+    enlarged, so every image has the same number of crops. Squares are then cut out of each resized image: one at the
+    center, or three at the left, center and right (top, center and bottom of a tall image). A square's side is the
+    short side of the resized image. Each square gives a crop of ``size`` at its center. ``corners`` adds the crops in
+    its four corners, and ``whole`` adds the square itself, resized. ``mirror`` adds the mirror image of each crop.
 
     By default, ``scales`` is empty and there is one crop: the center square that validation during training uses
     (:func:`batchnorm.data.crop_boxes.center_box`).
 
     Args:
-        size: height and width of the crops, the network's input.
+        size: height and width of the crops, which are the network's inputs.
         scales: short sides of the resized images, each at least ``size``.
         squares: the number of squares from each resized image, 1 or 3.
         corners: add the crops in each square's four corners.
@@ -76,9 +76,9 @@ class Crops:
     def of(cls, count: Count, size: int) -> Crops:
         """Return one of the usual sets of 1, 10 or 144 crops, for crops of any size.
 
-        One crop is the center. Ten crops are the corners and the center of the center square at one scale, and their
-        mirror images (Krizhevsky et al., 2012). 144 crops are GoogLeNet's: 4 scales x 3 squares x 6 crops, and their
-        mirror images.
+        A set of 1 has only the center crop. A set of 10 has the corners and the center of the center square at one
+        scale, and their mirror images (Krizhevsky et al., 2012). A set of 144 has GoogLeNet's crops: 4 scales x 3
+        squares x 6 crops, and their mirror images.
         """
         scales = tuple(round(size * scale / CROP) for scale in SCALES)
         if count == 1:

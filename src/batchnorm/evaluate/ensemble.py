@@ -35,7 +35,8 @@ class EnsembleReport(NamedTuple):
     crops: int
     members: tuple[Member, ...]
     disagreement: float | None
-    """how often two networks' first choices differ, over all images and pairs, or None for a single network"""
+    """the share of images for which two networks predict different classes, averaged over all pairs of networks; None
+    for a single network"""
     enlarged: int
     """number of images that were enlarged because they are smaller than the crop"""
     corrupt: tuple[CorruptFile, ...]
@@ -70,7 +71,8 @@ class Ensemble:
 
         p(y | image) = 1/K sum_k p_k(y | image)
 
-    The ensemble stores one sum of probabilities and one count of first choices for each image and class.
+    For each image and class, the ensemble stores the sum of the networks' probabilities, and the number of networks
+    that predict this class.
 
     >>> ensemble, labels = Ensemble(), torch.tensor([0, 1])
     >>> a = ensemble.add("a", torch.tensor([[0.8, 0.2], [0.6, 0.4]]), labels)
@@ -124,17 +126,17 @@ class Ensemble:
 
         Args:
             crops: the number of crops of each image that were averaged.
-            last: the predictions of any of the networks, for the number of enlarged images and the corrupt files.
+            last: the predictions of any network, which say how many images were enlarged and which files are corrupt.
         """
         corrupt = tuple(file for part in gather_objects(last.corrupt) for file in part)
         enlarged = sum(gather_objects(last.enlarged))
         return EnsembleReport(crops, tuple(self.members), self.disagreement(), enlarged, corrupt)
 
     def disagreement(self) -> float | None:
-        """Return how often two networks' first choices differ, over all images and pairs, or None for a single network.
+        """Return the share of images for which two networks predict different classes; None for a single network.
 
-        If v_c of K networks choose class c for an image, the result is the mean over images of
-        1 - sum_c v_c (v_c - 1) / (K (K - 1)).
+        The share is averaged over all pairs of networks. If v_c of K networks predict class c for an image, the result
+        is the mean over images of 1 - sum_c v_c (v_c - 1) / (K (K - 1)).
         """
         k = len(self.members)
         if k < 2 or self._votes is None:

@@ -68,7 +68,7 @@ class MeanProbabilities(nn.Module):
         return torch.stack(levels).mean(0)[rows].mean(1)
 
     def _level(self, squares: Tensor) -> Tensor:
-        """Return, for squares of one scale, each square's mean probabilities over its crops."""
+        """Return each square's class probabilities, averaged over its crops; all squares have the same scale."""
         views = cut_views(squares, self.crops).flatten(0, 1)
         # Use batches of nearly equal size, because a small last batch would not keep the device busy.
         parts = max(1, round(len(views) / self.batch_size))
@@ -89,7 +89,7 @@ class Predictions(NamedTuple):
     """
 
     probabilities: Tensor
-    """(images, classes), the mean over crops"""
+    """the mean over the crops, of shape (images, classes)"""
     labels: Tensor
     examples: Tensor
     """the index of each image in its split"""

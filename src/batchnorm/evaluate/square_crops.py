@@ -185,8 +185,8 @@ def cut_squares(image: Tensor, crops: Crops) -> list[Tensor]:
     height, width = image.shape[:2]
     squares = 1 if width == height else crops.squares
     if max(width, height) > LONG * min(width, height):
-        # GoogLeNet's protocol resizes the image and then cuts out the squares. Do it the other way around, because
-        # enlarging a very long image could exhaust memory.
+        # GoogLeNet's protocol resizes the image and then cuts out the squares. For a very long image, cut out the
+        # squares first, because enlarging the whole image could exhaust memory.
         parts = [image[t:b, left:r] for left, t, r, b in square_boxes(width, height, squares)]
         return [torch.stack([_resize(part, scale, scale) for part in parts]) for scale in crops.scales]
     levels = []
@@ -198,6 +198,6 @@ def cut_squares(image: Tensor, crops: Crops) -> list[Tensor]:
 
 
 def _resize(image: Tensor, width: int, height: int) -> Tensor:
-    """Resize with torch's antialiased bilinear filter, as the crops in training are resized."""
+    """Resize with torch's antialiased bilinear filter, which is also used for the crops in training."""
     planes = image.permute(2, 0, 1)[None]
     return F.interpolate(planes, (height, width), mode="bilinear", antialias=True)[0].permute(1, 2, 0)

@@ -46,7 +46,7 @@ class TracedCall:
     module: nn.Module | None = None
     """The called module in the user's own network, not in the copy; None for a function."""
     caller: str | None = None
-    """The path of the module whose forward made the call; None if code outside of all modules made the call."""
+    """The path of the module whose forward made the call; None if the call was not made inside a module's forward."""
     inputs: list[Value] = field(default_factory=list)
     outputs: list[Value] = field(default_factory=list)
     writes: bool = False
@@ -108,7 +108,7 @@ class Graph:
         return value.consumers if value is not None else []
 
     def follows_input(self, value: Value) -> bool:
-        """Return whether a value depends on the input, or on a stored tensor that is not a parameter or buffer."""
+        """Return whether a value depends on the input, or on another tensor that is not a parameter or buffer."""
         held = set(self._values.values())
         waiting, seen = [value], set[Value]()
         while waiting:

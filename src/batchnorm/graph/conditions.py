@@ -39,9 +39,10 @@ class ConditionBuilder:
         self.scope: dict[str, tuple[Any, ...]] = {}
 
     def expect_arguments(self, patterns: dict[str, Any]) -> None:
-        """Expect tensors where the example has tensors, and equal values elsewhere.
+        """Expect tensors where the example's arguments are tensors, and equal values elsewhere.
 
-        Checks of shapes, dtypes and devices, and of torch's state, must give the same results as in the trace.
+        If the code checks shapes, dtypes, devices or torch's state, the checks must give the same results as in the
+        trace.
 
         The code may compare two tensors with ``is``. In the trace, the result is False, because each argument is a
         separate object there. So arguments that are different tensors in the example must be different tensors in each
@@ -75,9 +76,9 @@ class ConditionBuilder:
     def expect_reads(self) -> None:
         """Expect that the attributes that the code read are unchanged.
 
-        A tensor may be replaced with another tensor, and a child with another instance of its class. There are stricter
-        conditions for children that were traced into and for children whose output's type the code checked: they must
-        have no hooks and keep their exact class.
+        A tensor may be replaced with another tensor, and a child with another instance of its class. Some children must
+        also have no hooks and keep their exact class: those that were traced into, and those whose output's type the
+        code checked.
         """
         for path, name in self.traced.reads:
             # Read the values from the traced copy, because the module itself may be in another mode.
@@ -91,7 +92,7 @@ class ConditionBuilder:
             self._expect(f"_is_quiet({_spell(path)})")
 
     def expect_leaves(self) -> None:
-        """Expect that the modules that return their input (identities, in-place modules) are those of the trace."""
+        """Expect that modules keep their ``inplace`` setting; identities and in-place modules keep their class."""
         for node in self.traced.graph.nodes:
             if node.op == "call_module":
                 self._expect_in_place(str(node.target))
@@ -99,7 +100,7 @@ class ConditionBuilder:
                     self._expect_unchanged(str(node.target))
 
     def expect_shared(self) -> None:
-        """Expect that attributes that share a module or tensor still do, because the graph reads only one of them."""
+        """Expect that attributes that refer to the same object still do, because the graph reads only one of them."""
         names: dict[int, dict[str, None]] = {}
         for path, name in self._places():
             owner = self.module.get_submodule(path)
@@ -124,7 +125,7 @@ class ConditionBuilder:
         text = _spell(path)
         if name == "_modules":
             self._expect(f"[*{text}._modules] == {list(owner._modules)!r}")
-            # The code that lists the children may check their classes, but torch's own Sequential.forward does not.
+            # Code that iterates over the children may check their classes, but torch's own Sequential.forward does not.
             if path or not runs_in_order(self.module):
                 for child in owner._modules:
                     self._expect_instance(path, child)

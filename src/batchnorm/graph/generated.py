@@ -209,7 +209,8 @@ class _Pickled:
 
 
 def _new(kind: type[nn.Module], pickled: _Pickled, *args: Any) -> nn.Module:
-    # Use the original class if its code has changed since pickling, or if an object in a scope cannot be imported.
+    # Use the original class if its code has changed since pickling, or if an object that a variant uses cannot be
+    # imported.
     with suppress(ImportError, AttributeError):
         if pickled.variants and pickled.written == _digest(kind, pickled.variants):
             kind = generated_class(kind, pickled.variants)

@@ -38,8 +38,8 @@ SIGNS: dict[Any, str] = {
         [operator.truediv, operator.itruediv, torch.div, "div", "div_", "__truediv__", "__itruediv__"], "/"
     ),
 }
-# Activations that code may compute in several steps. The formulas are written like the results of Matcher._formula,
-# which sorts summands and factors.
+# Activations that code may compute in several steps. The formulas have the form that Matcher._formula returns, with
+# sorted summands and factors.
 FORMULAS = {
     "(sigmoid(x)*x)": "silu",
     "((relu6((3+x))/6)*x)": "hardswish",
@@ -76,7 +76,7 @@ class Match(NamedTuple):
     needs_private_input: bool = False
     """Whether the fusion relies on BN's input being a new tensor that only BN reads.
 
-    This is the case if a call between BN and the sum is not known to leave BN's input unchanged.
+    This is the case if a call between BN and the sum may write to BN's input.
     """
 
     @property
@@ -170,8 +170,8 @@ class Matcher:
             must be BN's input.
         fits: returns whether a residual can be fused into a batch normalization. By default, every residual fits, and
             the fused call checks the residual each time it runs.
-        depth: returns how many of the children that enclose a batch normalization were traced into. If both summands
-            are batch normalizations, the summand with the smaller depth is usually fused.
+        depth: returns how many levels of child modules the trace entered to reach a batch normalization. If both
+            summands are batch normalizations, the summand with the smaller depth is usually fused.
     """
 
     def __init__(

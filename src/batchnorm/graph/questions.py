@@ -1,8 +1,8 @@
 """Answer the questions that traced code asks about its arguments, such as ``x.dim() == 3``.
 
-A question may depend on the arguments' shapes, dtypes and devices. The answers come from example arguments. Each
-question is also written as a Python expression, so that a rewritten forward can check before each call that the answer
-is the same.
+Only questions about the arguments' shapes, dtypes and devices can be answered. The answers are computed for example
+arguments. Each question is also written as a Python expression. A rewritten forward evaluates this expression before
+each call, to check that the answer is still the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ATTRIBUTES = {Tensor: ("shape", "ndim", "dtype", "device", "is_cuda"), torch.dev
 MODULES = {"_operator": "operator", "math": "math"}
 
 Given = dict[str, tuple[str, Tensor]]
-"""For each placeholder, the argument's expression, such as ``xs[0]``, and a :func:`stand_in` for the argument."""
+"""For each placeholder of a graph, the Python expression of a tensor, such as ``xs[0]``, and its :func:`stand_in`."""
 
 
 class Unanswerable(Exception):
@@ -29,12 +29,12 @@ class Unanswerable(Exception):
 
 
 def stand_in(t: Tensor) -> Tensor:
-    """Return a tensor of the same shape, dtype and device that takes the memory of one element."""
+    """Return a tensor with the shape, dtype and device of ``t`` that uses only the memory of one element."""
     return torch.empty((), dtype=t.dtype, device=t.device).expand(t.shape)
 
 
 def larger_batch(given: Given) -> Given:
-    """Return the same arguments with a first dimension that is larger by 1; scalar tensors are unchanged."""
+    """Return stand-ins whose first dimension is larger by 1; tensors without dimensions are unchanged."""
     return {
         name: (text, t.new_empty(()).expand(len(t) + 1, *t.shape[1:]) if t.dim() else t)
         for name, (text, t) in given.items()

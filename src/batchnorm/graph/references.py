@@ -18,14 +18,14 @@ OPAQUE = (Tensor, type, ModuleType, str, bytes, int, float, complex)
 
 
 class Holder(NamedTuple):
-    """A module that has another module as its child ``key`` or, if ``key`` is None, refers to it in an attribute."""
+    """A module that refers to another module, as its child ``key`` or, if ``key`` is None, in an attribute."""
 
     module: nn.Module
     key: str | None
 
 
 def holders(net: nn.Module) -> dict[nn.Module, list[Holder]]:
-    """Return, for each module, the modules that refer to it: parents, and modules with a reference in an attribute.
+    """Return, for each module, the modules that refer to it as a child or in an attribute.
 
     >>> net = nn.Sequential(nn.ReLU(), nn.Tanh())
     >>> net.favorites = [net[1]]
@@ -53,7 +53,7 @@ def modules_within(module: nn.Module) -> set[nn.Module]:
 
 
 def _modules_in(value: Any, seen: set[int]) -> Iterator[nn.Module]:
-    """Yield the modules that are reachable from a Python object, without entering these modules."""
+    """Yield the modules that are reachable from a Python object, but do not search inside these modules."""
     waiting = [value]
     while waiting:
         value = waiting.pop()

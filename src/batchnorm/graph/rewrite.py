@@ -1,4 +1,4 @@
-"""Rewrite a module's forward to fuse BN with what follows it: a sum, an activation, or a sum and an activation.
+"""Rewrite a module's forward to fuse BN with the operations after it: a sum, an activation, or both.
 
 :mod:`batchnorm.graph.conditions` writes the conditions under which the new forward is valid, and
 :mod:`batchnorm.graph.generated` generates the class with this forward.
@@ -91,13 +91,13 @@ def restore_unused_(
 
 
 def unused(net: nn.Module, example: Any, forward: network_call.Forward | None, training: bool) -> list[str]:
-    """Return the paths of the rewritten modules that run only their original code on the example, in one mode."""
+    """Return the paths of rewritten modules that run only their original code on the example in the given mode."""
     if not any(map(is_rewritten, net.modules())):
         return []
     twin = private_copy(net).train(training)
     batch = network_call.to_device(example, network_call.device_of(net), copy=True)
     with (
-        suppress(Exception),  # `restore_wrong_` finds the rewritten module that raises
+        suppress(Exception),  # ignore errors, because `restore_wrong_` finds the modules that raise them
         despite_global_hooks(),
         recording_variants(twin) as ran,
         isolated(net, twin),
@@ -167,7 +167,7 @@ def arguments_in(
             seen: dict[int, torch.Tensor] = {}
             found.setdefault(path, {name: pattern_of(value, seen) for name, value in given})
         except Unwatchable as error:
-            found.setdefault(path, f"it is called with {error}, which cannot be compared before each call")
+            found.setdefault(path, f"it is called with {error}, whose changes rewritten code could not detect")
         except TypeError as error:
             found.setdefault(path, str(error))
 
@@ -202,7 +202,7 @@ class _Worker:
         self.openable: set[nn.Module] = set()
 
     def variant(self, path: str, module: nn.Module) -> Variant | None:
-        """Return the variant for a module's forward in this mode, or None if there is nothing to fuse."""
+        """Return the rewritten forward of a module for this mode, or None if there is nothing to fuse."""
         patterns = self.calls.get(path, "not called on the example")
         if isinstance(patterns, str):
             raise Untraceable(patterns)
@@ -226,7 +226,7 @@ class _Worker:
             matches = matcher.matches()
             if matcher.ends_in_norm() and not has_hooks(module):
                 self.openable.add(module)
-            # If the opened children are not exactly those that the matches need, trace again; see `_crossed`.
+            # If the trace did not open exactly the children that the matches need (see `_crossed`), trace again.
             needed = {p for match in matches for p in _crossed(module, matcher, traced, match)}
             needed = {f"{path}.{p}".lstrip(".") for p in needed}
             if needed == {f"{path}.{p}".lstrip(".") for p in traced.opened}:
@@ -287,8 +287,8 @@ def _autocast_everywhere() -> Iterator[None]:
 def _crossed(module: nn.Module, matcher: Matcher, traced: Traced, match: Match) -> Iterator[str]:
     """Yield the paths of the children that must be traced into for a match.
 
-    These are the children whose code the match relies on and, of the children called between BN and the sum, those that
-    may write to their input.
+    These are the children whose code the match relies on, and also any child that is called between BN and the sum and
+    may write to its input.
     """
     norm, end = (traced.stacks[node.name] for node in (match.norm, match.end))
     outer = {p for p in norm if p in end}

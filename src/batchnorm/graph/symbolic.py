@@ -39,7 +39,7 @@ from .references import returns_a_tensor
 # trace.
 FACTORIES = "arange empty eye full linspace ones rand randint randn randperm tensor zeros".split()  # noqa: SIM905
 
-# Functions of torch whose result may be different when the rewritten forward runs, so the result becomes a condition.
+# Functions of torch whose results may change later. The rewritten forward checks that the results are the same.
 STATES = (
     "compiler.is_compiling",
     "compiler.is_exporting",
@@ -70,13 +70,13 @@ class Traced(NamedTuple):
     answers: list[str]
     """Conditions on the arguments' shapes, dtypes and devices, and on torch's state, such as ``jit.is_tracing``."""
     reads: list[tuple[str, str]]
-    """The module path and name of each attribute that was read; the name is ``_modules`` if children were listed."""
+    """The module path and name of each attribute that was read; ``_modules`` stands for the list of children."""
     opened: list[str]
     """The paths of the children that were traced into, so that the graph contains the calls in their forwards."""
     type_checked: list[str]
     """The paths of the children whose output's type the code checked."""
     stacks: dict[str, tuple[str, ...]]
-    """For each node's name, the paths of the opened children whose code created the node, from the outside in."""
+    """For each node's name, the paths of the opened children whose code created the node, outermost first."""
 
 
 class Spies:
@@ -131,7 +131,7 @@ class Spies:
 
 
 def problem_with(kind: type) -> str:
-    """Return why a module's class cannot be subclassed or its calls cannot be traced, or "" if both are possible."""
+    """Return why the modules of a class cannot be traced, or "" if they can."""
     own = [k for k in kind.__mro__ if k not in (nn.Module, object)]
     if any("__init_subclass__" in vars(k) for k in own) or type(kind) not in (type, ABCMeta):
         return f"{kind.__name__} has an __init_subclass__ method or a custom metaclass"
@@ -145,7 +145,7 @@ def trace_forward(
 ) -> Traced:
     """Trace a module's forward, and the forwards of its children in ``opened``.
 
-    ``arguments`` has the pattern of each argument by name; see :func:`batchnorm.graph.generated.pattern_of`.
+    ``arguments`` maps the name of each argument to its pattern; see :func:`batchnorm.graph.generated.pattern_of`.
     """
     for problem in (spies.problems[m] for m in module.modules() if m in spies.problems):
         raise Untraceable(problem)
@@ -194,7 +194,7 @@ def _is_slice(container: nn.Module, known: Collection[nn.Module]) -> bool:
 def _entry(forward: Callable[..., Any], arguments: dict[str, Any]) -> tuple[FunctionType, Given]:
     """Make a function that calls ``forward`` and has one parameter for each tensor in the arguments.
 
-    Return the function and, for each of these parameters, the expression that reads the tensor, and a stand-in for it.
+    Also return, for each of these parameters, the Python expression of the tensor and a stand-in for it.
     """
     given: Given = {}
     scope: dict[str, Any] = {"call": _call, "forward": forward}
@@ -338,7 +338,7 @@ class _Tracer(fx.Tracer):
         return bool(value)
 
     def number(self, obj: fx.Proxy, function: Callable[[Any], Any]) -> Any:
-        """Return ``function`` (len, int or float) of a proxy's example value, and make the result a condition."""
+        """Apply ``function`` (len, int or float) to a proxy's example value, and add a condition on the result."""
         results = {}
         # Compute the result for two batch sizes. If the results differ, the rewritten forward would be valid for the
         # example's batch size only, so refuse the code.
@@ -350,7 +350,7 @@ class _Tracer(fx.Tracer):
                 )
             results[function(known[1])] = known[0]
         if len(results) > 1:
-            raise Untraceable("its code needs the batch size as a number")
+            raise Untraceable("its code reads the batch size as a number, for example with len(x)")
         (result, text), *_ = results.items()
         self._expect(obj, f"_{function.__name__}({text}) == {result!r}")
         return result
@@ -437,7 +437,7 @@ class _Typed:
 
 
 def _unpacked(frame: FrameType) -> int | None:
-    """Return the number of names in an assignment such as ``a, b = x``, or None if the code does something else."""
+    """Return the number of names if the frame runs an assignment such as ``a, b = x``, else None."""
     now = (i for i in dis.get_instructions(frame.f_code) if i.offset == frame.f_lasti)
     return next((i.argval for i in now if i.opname == "UNPACK_SEQUENCE"), None)
 
@@ -507,7 +507,7 @@ class _Outsiders(TorchFunctionMode):
 
 @contextmanager
 def _recorded_factories(tracer: _Tracer) -> Iterator[None]:
-    """In the block, record calls of FACTORIES, which do not accept proxies as sizes, and the results of STATES."""
+    """Inside the block, record calls of FACTORIES in the graph, and results of STATES as conditions."""
     thread = get_ident()
 
     def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -579,7 +579,7 @@ def is_machinery(name: str) -> bool:
 
 @cache
 def _unrecorded(code: CodeType) -> str:
-    """Return a description of what ``code`` does that torch.fx does not record, or "" if there is nothing."""
+    """Return what ``code`` does that torch.fx does not record, such as "has a try statement", or "" if nothing."""
     before = ""
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("BEFORE_WITH", "LOAD_SPECIAL"):
@@ -607,7 +607,7 @@ def _refuse_unrecorded() -> None:
 
 
 def _modes() -> tuple[Any, ...]:
-    """Return the modes that code may switch around a call; a graph does not record them."""
+    """Return the state of modes, such as autocast, that code may change for some calls and a graph does not record."""
     autocast = [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")]
     saving = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, saving

@@ -1,8 +1,8 @@
 """Record the data flow of a real forward pass.
 
-Hooks record module calls, and a torch-function mode records functions and operators, so the user's Python runs
-unchanged. Tensors are tracked by identity. After a call that writes in place, the tensor and each of its views get a
-new Value.
+Hooks record module calls, and a ``TorchFunctionMode`` records functions and operators, so the user's Python runs
+unchanged. Tensors are tracked by identity. After a call that writes to a tensor in place, the tensor and each of its
+views get a new :class:`~batchnorm.graph.calls.Value`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..network_copy import SharedWithOriginalError, isolated, private_copy
 from .calls import Graph, TracedCall, Value
 from .kinds import has_hooks, is_leaf
 
-# Functions whose result in Python depends on the numbers in a tensor, not only on its shape or dtype.
+# Functions that return a tensor's elements, or a result that depends on them, to Python code.
 READS = frozenset(
     "item tolist numpy __bool__ __float__ __int__ __index__ __array__ __contains__ is_nonzero equal".split()  # noqa: SIM905
 )
@@ -99,10 +99,7 @@ def _held(net: nn.Module) -> list[Tensor]:
 
 
 class _Resurface(TorchDispatchMode):
-    """Call each operator from Python.
-
-    This lets the torch-function mode also see operators that C++ code, such as a scripted function, calls.
-    """
+    """Call each operator from Python, so that ``_Recorder`` also sees operators that scripted functions call in C++."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
@@ -148,7 +145,7 @@ class _Recorder(TorchFunctionMode):
         computed = [(ref, value) for ref, value in kept if value.producer is not None]
         self._aliases.clear()
         if any(t is not None and id(t) not in shown for t in (ref() for ref, _ in computed)):
-            gc.collect()  # otherwise, tensors in dead reference cycles would seem to escape
+            gc.collect()  # otherwise, unreachable tensors in reference cycles would seem to escape
         for ref, value in kept:
             t = ref()
             if t is not None and (value.producer is not None or id(t) in shown):
@@ -236,7 +233,7 @@ class _Recorder(TorchFunctionMode):
 
 
 def _without_tensors(item: Any) -> Any:
-    """Return an argument, or None if it holds tensors, because a recorded argument would keep them alive."""
+    """Return an argument, or None if it contains tensors, because recording it would keep the tensors alive."""
     return None if network_call.tensors_in(item) else item
 
 

@@ -26,12 +26,12 @@ class Map(NamedTuple):
         return Map(other.scale * self.scale, other.scale * self.shift + other.shift)
 
     def select(self, index: Tensor) -> Map:
-        """Return the map for the features in ``index``, which may repeat or reorder them."""
+        """Return the map of the features at the indices ``index``, which may repeat and have any order."""
         return Map(self.scale.flatten()[index], self.shift.flatten()[index])
 
 
 class Weights(NamedTuple):
-    """Hold W and b of an affine layer in float64."""
+    """Hold the weight W and the bias b of an affine layer in float64."""
 
     weight: Tensor
     bias: Tensor
@@ -55,7 +55,7 @@ def map_of(layer: TorchBatchNorm) -> Map:
 
 
 def weights_of(affine: Affine) -> Weights:
-    """Return W and b of an affine layer; b is 0 if the layer has no bias."""
+    """Return the weight W and the bias b of an affine layer; b is 0 if the layer has no bias."""
     outputs = affine.out_features if isinstance(affine, nn.Linear) else affine.out_channels
     bias = torch.zeros(outputs, dtype=torch.float64) if affine.bias is None else _wide(affine.bias)
     return Weights(_wide(affine.weight), bias)
@@ -75,7 +75,7 @@ def fold_after(affine: Affine, weights: Weights, after: Map) -> Weights:
 def fold_before(affine: Affine, weights: Weights, before: Map) -> Weights:
     """Return the weights of an affine layer that computes W(scale * u + shift) + b.
 
-    With a nonzero shift, the result is exact only if no kernel reaches into zero padding. For transposed convolutions,
+    With a nonzero shift, the result is exact only if the layer does not pad with zeros. For transposed convolutions,
     the shift is ignored, so it must be 0.
     """
     scale, shift = before
@@ -109,7 +109,7 @@ class FixedAffine(nn.Module):
     Args:
         scale: one value per feature, in the shape of the feature dimensions; None if the map was folded into weights.
         shift: like ``scale``.
-        activation: g.
+        activation: the nonlinearity g.
 
     >>> FixedAffine(torch.tensor([2.0]), torch.tensor([-1.0]), Activation("relu"))(torch.tensor([[0.0], [3.0]]))
     tensor([[0.],

@@ -1,4 +1,4 @@
-"""Write the inference network to a file, and check the file's outputs in the runtime for its format."""
+"""Write the inference network to a file, then run the file and check its outputs."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from .fold import fold_with_report, warn_of_left
 # A protobuf file is limited to 2 GiB; the weights of larger networks go into a second file.
 LARGEST_FILE = 1_900_000_000
 # The file is also checked on a batch larger than the example, because the network's code may branch on the batch size.
-# The size is the largest multiple of the example's size within these two limits. If the limits do not allow twice the
-# example's size, the size is the example's plus 1.
+# The size of that batch is the largest multiple of the example's batch size within these two limits. If the limits do
+# not allow twice the example's batch size, it is the example's batch size plus 1.
 MANY_EXAMPLES = 16
 LARGEST_INPUT = 2**22  # the number of values in all input tensors together
 
@@ -44,7 +44,7 @@ class Exported:
     """The batch sizes on which the file was run and compared with the network."""
     fold: VerbReport
     sizes: tuple[int, int, int]
-    """Sizes in bytes: parameters and buffers before folding, the same after folding, and the written files."""
+    """Sizes in bytes: parameters and buffers before folding, parameters and buffers after it, and the written files."""
 
     def __str__(self) -> str:
         *others, last = map(str, self.batch_sizes)
@@ -89,7 +89,7 @@ def export(
     Raises:
         FileNotFoundError: if the folder of ``path`` does not exist.
         MissingExtraError: if packages for ONNX are missing; the message names all of them.
-        TypeError: if the network is compiled or data-parallel; pass the network inside it.
+        TypeError: if the network is wrapped in a compiled or data-parallel module; pass the network inside it.
         ValueError: if ``path`` has another extension, if the network cannot be folded or exported, or if the file
             computes different outputs or fails on a batch that the network accepts.
 
@@ -308,7 +308,7 @@ def _batch_size(batch: Any) -> int:
 
 
 def _resized(batch: Any, size: int) -> Any:
-    """Return a batch of another size: the first examples, repeated from the start if there are too few."""
+    """Return a batch of ``size`` examples: the first examples of ``batch``, repeated if there are too few."""
     own = _batch_size(batch)
 
     def resize(t: Tensor) -> Tensor:

@@ -61,11 +61,11 @@ def fold(
     folded in float64, and the new network's outputs for ``example`` are compared with the original's. ``net`` is not
     changed.
 
-    Some modules normalize in their own forward: they call ``F.batch_norm``, or they are batch normalization subclasses
-    with their own forward. ``torch.fx`` traces a forward of this kind, and its batch normalization becomes a child of
-    the module. A traced forward uses the values that the module's attributes had during the trace. A forward is not
-    traced if it assigns to attributes, or if it changes a tensor or a list of its module. Python code that is not
-    traced stays the same.
+    Some modules normalize in their own code: they call ``F.batch_norm``, or they are subclasses of a batch
+    normalization layer with a custom forward. Such a forward is traced with ``torch.fx``, and its batch normalization
+    becomes a child of the module. A traced forward uses the values that the module's attributes had during the trace.
+    A forward is not traced if it assigns to attributes, or if it changes a tensor or a list that the module holds.
+    Python code that is not traced stays the same.
 
     Args:
         net: any network, in either mode; it is folded in evaluation mode.
@@ -73,10 +73,10 @@ def fold(
         tolerance: the largest relative error to accept; by default, the error that rounding can cause in the network's
             precision.
         traced: True traces the whole network and returns a ``torch.fx.GraphModule``; if a module is called more than
-            once, each call is folded separately. False traces nothing. None traces only forwards that normalize, as
-            described above.
-        forward: calls the network on a batch, ``forward(net, batch)``; needed if the network takes several positional
-            inputs.
+            once, each call is folded separately. False traces nothing. None traces only the forwards that contain a
+            batch normalization, as described above.
+        forward: function that calls the network on a batch, as ``forward(net, batch)``; needed if the network takes
+            several positional inputs.
 
     Returns:
         The network, in evaluation mode, with a ``report`` that says what each layer became and why.
@@ -85,7 +85,7 @@ def fold(
         UserWarning: if a batch normalization was left unchanged.
 
     Raises:
-        TypeError: if the network is compiled or data-parallel; pass the network inside it.
+        TypeError: if the network is wrapped in a compiled or data-parallel module; pass the network inside it.
         ValueError: if the network cannot be copied, if the outputs differ by more than the tolerance or, with
             ``traced=True``, if torch.fx cannot trace the network.
 
@@ -135,7 +135,7 @@ def fold_with_report(
 
 
 def _copy(net: nn.Module) -> nn.Module:
-    """Return a copy in evaluation mode whose modules have their original forwards, without ``convert``'s rewriting."""
+    """Return a copy in evaluation mode, with the original forwards of the modules that ``convert`` rewrote."""
     source = private_copy(net).eval()
     restore_(source)
     return source

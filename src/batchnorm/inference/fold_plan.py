@@ -1,4 +1,4 @@
-"""Decide from the observed data flow which weights can absorb each batch normalization exactly."""
+"""Decide from the observed data flow into which weights each batch normalization can be folded exactly."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .affine import Map, map_of
 FUNCTIONS = ("batch_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 OWN_FORWARD = "has its own forward"
 LARGER = (
-    "if that dimension were larger, values of different features might be mixed up: pass an example in which that"
+    "if that dimension were larger, values of different features might be mixed: pass an example in which that"
     " dimension is larger than 1"
 )
 BY_MINI_BATCH = "even in evaluation mode, it normalizes by mini-batch statistics, not by running statistics"
@@ -31,18 +31,18 @@ class Refusal(Exception):
 
 @dataclass
 class FoldPlan:
-    """Hold the maps that are folded into affine layers, and the maps that remain.
+    """Hold the affine maps that are folded into weights, and the maps that remain separate modules.
 
-    An affine layer absorbs its ``before`` map at its input and its ``after`` map at its output.
+    ``before`` has the maps applied to the inputs of affine layers, and ``after`` the maps applied to their outputs.
     """
 
     before: dict[nn.Module, Map] = field(default_factory=dict)
     after: dict[nn.Module, Map] = field(default_factory=dict)
     remaining: dict[TorchBatchNorm, Map] = field(default_factory=dict)
     gone: dict[TorchBatchNorm, list[nn.Module]] = field(default_factory=dict)
-    """The layers that are folded, with the modules that absorb their maps."""
+    """The layers that are folded, with the modules into whose weights they are folded."""
     reasons: dict[TorchBatchNorm, str] = field(default_factory=dict)
-    """Why a layer could not be folded into its producer and, if its map remains, into its consumers."""
+    """Why a layer could not be folded into its producer and, if it is not folded at all, into its consumers."""
 
 
 def make_plan(graph: Graph, layers: list[TorchBatchNorm]) -> FoldPlan:
@@ -64,7 +64,7 @@ def make_plan(graph: Graph, layers: list[TorchBatchNorm]) -> FoldPlan:
 
 
 def reason_to_keep(module: nn.Module, graph: Graph) -> str:
-    """Return why a batch normalization cannot become a fixed affine map; return "" if it can, and for other modules."""
+    """Return why a batch normalization cannot become a fixed affine map; "" if it can, or for other modules."""
     if is_scripted_norm(module):
         return "it is scripted; call fold before scripting the network"
     if not isinstance(module, TorchBatchNorm):
@@ -253,7 +253,7 @@ def _check_borders(module: nn.Module, before: Map) -> None:
         padding = module.padding
         padded = padding == "same" and prod(module.kernel_size) > 1 if isinstance(padding, str) else any(padding)
         if padded:
-            raise Refusal(f"the {name} after it pads with zeros, to which the shift must not apply")
+            raise Refusal(f"the {name} after it pads with zeros, and a folded shift would also apply to the padding")
 
 
 # Between a batch normalization and the adjacent affine layer there may be calls that only move elements. Replaying
@@ -261,7 +261,7 @@ def _check_borders(module: nn.Module, before: Map) -> None:
 
 
 def _match_up(source: TracedCall, moves: list[TracedCall], call: TracedCall, layer: TorchBatchNorm) -> Tensor:
-    """Return, for each feature of the source, the index of the layer's feature that it becomes."""
+    """Return, for each output feature of ``source``, the index of the same feature in the layer's input."""
     assert source.module is not None
     origin, target = source.outputs[0].shape, call.argument(0, "input").shape
     dims = _feature_dims(source.module, len(origin))
@@ -272,7 +272,7 @@ def _match_up(source: TracedCall, moves: list[TracedCall], call: TracedCall, lay
 
 
 def _match_down(call: TracedCall, moves: list[TracedCall], sink: TracedCall, layer: TorchBatchNorm) -> Tensor:
-    """Return, for each input feature of the sink, the index of the layer's feature that it comes from."""
+    """Return, for each input feature of ``sink``, the index of the same feature in the layer's output."""
     assert sink.module is not None
     origin, target = call.outputs[0].shape, sink.inputs[0].shape
     dims = _feature_dims(layer, len(origin))
@@ -286,7 +286,7 @@ def _match_down(call: TracedCall, moves: list[TracedCall], sink: TracedCall, lay
 def _feature_pairs(
     origin: tuple[int, ...], dims: list[int], moves: list[TracedCall], target: tuple[int, ...], kept: list[int]
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield pairs of tensors that hold the index of each element's feature before and after the moves.
+    """Yield pairs of tensors: for each element after the moves, its feature's index before and after them.
 
     The first pair is for the example's shape. In each other pair, one dimension that has size 1 in the example has size
     2. If the moves fail on such a larger shape, or change the number of features or dimensions, that shape has no pair.

@@ -1,7 +1,8 @@
 """Turn functional batch normalization into modules, so that it can be folded.
 
-torch.fx traces forwards that call ``F.batch_norm``, and batch normalization subclasses with their own forward. In the
-graph, modules replace functional batch norms, convolutions and linear layers whose parameters are fixed.
+torch.fx traces forwards that call ``F.batch_norm``, and custom forwards of batch normalization subclasses. In the
+traced graph, calls of functional batch norms, convolutions and linear layers with fixed parameters become calls of
+modules.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ Arguments = dict[str, list[tuple[tuple[Any, ...], dict[str, Any]]]]
 
 
 class AnyBatchNorm(TorchBatchNorm):
-    """Replace a functional batch normalization; the input may have any number of dimensions."""
+    """The module that replaces a functional batch norm; its input may have any number of dimensions."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         pass
@@ -56,7 +57,7 @@ class TracedForwards(NamedTuple):
     """The paths of modules that now run a traced forward, and the reasons why other modules do not."""
 
     layers: set[str]
-    """The paths of modules that were batch normalizations with their own forward; now, they are plain modules."""
+    """The paths of batch normalization subclasses with a custom forward, which became plain modules."""
     modules: list[str]
     refused: dict[str, str]
 
@@ -96,10 +97,10 @@ def as_graph_module(net: nn.Module) -> fx.GraphModule:
 def trace_forwards_(
     net: nn.Module, owners: list[str], example: Any, forward: network_call.Forward | None
 ) -> TracedForwards:
-    """Trace, in place, the forwards of the modules at ``owners``, which contain batch norms; other code stays the same.
+    """Replace the forwards of the modules at the paths ``owners`` with traced forwards, in place.
 
-    In a traced module, the batch normalization becomes a child. If a forward cannot be traced, the forward of the
-    module's parent is traced, with the module's code included, and so on up to the network.
+    These forwards contain batch norms, which become children of the traced modules. If a forward cannot be traced, the
+    forward of the module's parent is traced instead, with the module's code included, and so on up to the network.
     """
     traced = TracedForwards(set(), [], {})
     modules = dict(net.named_modules())
@@ -127,7 +128,7 @@ def trace_forwards_(
 
 
 def _observe(net: nn.Module, owners: list[str], example: Any, forward: network_call.Forward | None) -> Arguments:
-    """Run the network and return the arguments of each call of the modules at ``owners`` and of their ancestors."""
+    """Run the network and return the arguments of each call of the modules at ``owners`` and their ancestors."""
     calls: Arguments = defaultdict(list)
     twin = private_copy(net)
     around = {"", *owners}
@@ -204,7 +205,7 @@ class _CheckedAttribute(_CheckedProxy, Attribute):
 
 
 def _state(net: nn.Module) -> dict[str, tuple[Any, int]]:
-    """Return the objects that modules hold, by path, each with its version counter, or 0 if it has none."""
+    """Return the objects in modules' attributes, by path, each with its version counter, or 0 if it has none."""
     found = {}
     for owner, module in net.named_modules():
         held = (*module._parameters.items(), *module._buffers.items(), *plain_attributes(module))

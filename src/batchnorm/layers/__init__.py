@@ -1,4 +1,4 @@
-"""Batch normalization layers: Algorithm 1 as modules, with running averages."""
+"""Batch normalization layers: the paper's Algorithm 1 as modules, with running averages."""
 
 from .batch_norm import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d
 from .freeze import freeze_, unfreeze_

@@ -113,9 +113,9 @@ class BatchNorm(TorchBatchNorm):
 
     @property
     def frozen(self) -> int:
-        """What is frozen, as a sum: 1 for the statistics, 2 for the weight, 4 for the bias.
+        """What is frozen, as a sum of flags: 1 for the statistics, 2 for the weight, 4 for the bias.
 
-        The property is needed because torch.distributed.checkpoint reads each entry of the state dict as an attribute.
+        torch.distributed.checkpoint needs this property, because it reads each entry of the state dict as an attribute.
         """
         return self._frozen
 
@@ -129,8 +129,8 @@ class BatchNorm(TorchBatchNorm):
         """Whether the layer, in its current mode, normalizes by batch statistics instead of running averages."""
         return self._normalizes_by_batch()
 
-    # forward() and the methods that it calls avoid properties: if compiled code reads a property of a layer, Dynamo
-    # guards on the layer's class, and no longer uses its fast check of whole modules.
+    # forward() and the methods that it calls read no properties. If compiled code reads a property of a layer, Dynamo
+    # adds a guard on the layer's class, and cannot use its faster guard on the whole module.
 
     def _normalizes_by_batch(self) -> bool:
         return not self._frozen & STATISTICS and (self.training or any(a is None for a in self._averages()))
@@ -149,7 +149,8 @@ class BatchNorm(TorchBatchNorm):
             input: a tensor of shape (N, C) or (N, C, L) for ``BatchNorm1d``, (N, C, H, W) for ``BatchNorm2d``, and
                 (N, C, D, H, W) for ``BatchNorm3d``.
             residual: a tensor of the input's shape that is added before the activation.
-            mask: bool, of shape (N, *locations): False leaves a position out of the statistics and makes its output 0.
+            mask: a bool tensor of shape (N, *locations). Where it is False, the statistics ignore the input, and the
+                output is 0.
             activation: g for this call, instead of the layer's own activation.
         """
         g = self.activation if activation is None else as_activation(activation)
@@ -275,7 +276,7 @@ class BatchNorm(TorchBatchNorm):
             )
 
     def _falls_back_on_running(self, input: Tensor, mask: Tensor | None) -> bool:
-        """Return whether to normalize by running statistics; batch statistics need more than one value per feature.
+        """Return whether the batch has one value per feature and must be normalized by the running statistics.
 
         Raises:
             ValueError: if the batch, or a group of ``Ghost``, has one value per feature and ``on_single`` is "error".
@@ -306,7 +307,8 @@ class BatchNorm(TorchBatchNorm):
     def reset_running_stats(self) -> None:
         """Reset the running averages and the counts of tracked and skipped batches, unless the statistics are frozen.
 
-        ``torch.optim.swa_utils.update_bn`` resets every layer, but a frozen layer would not get new statistics later.
+        ``torch.optim.swa_utils.update_bn`` resets every layer. A frozen layer would not get new statistics afterwards,
+        so it must keep its own.
         """
         if self.__dict__.get("_frozen", 0) & STATISTICS:
             return
@@ -356,7 +358,7 @@ class BatchNorm(TorchBatchNorm):
         for key, old in kept.items():
             new = self._buffers[key]
             if new is not None and new.dtype.itemsize < 4:
-                # Convert the old tensor to float32, because the new tensor is already rounded to half precision.
+                # Convert the old tensor instead of `new`, whose values are already rounded to half precision.
                 wide = torch.empty_like(new, dtype=torch.float32) if old.is_meta else old.to(new.device, torch.float32)
                 self._buffers[key] = wide
         return self

@@ -162,7 +162,7 @@ def _other_input(
     takers: list[nn.Module],
     held: dict[nn.Module, list[Holder]],
 ) -> str:
-    """Describe a use of the activation on something other than the outputs of ``takers``, or return ""."""
+    """Describe a use of the activation on anything but the outputs of ``takers``, or return "" if there is none."""
     for call in (call for graph in graphs for call in graph.calls_of(activation)):
         producer = call.inputs[0].producer
         if producer is None or producer.module not in takers:

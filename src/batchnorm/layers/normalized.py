@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Normalized(nn.Module):
-    """Compute BN(module(...)); the container replaces the module.
+    """Call a module and normalize its output; this container takes the module's place in the network.
 
     The module's state-dict entries move one level down: ``conv1.weight`` becomes ``conv1.affine.weight``, and the new
     entries are ``conv1.norm.*``. Public attributes that the container does not have are looked up on the module, so

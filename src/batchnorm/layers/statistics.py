@@ -18,7 +18,7 @@ from ..ops.torch_state import is_recomputation, is_transformed
 
 
 class Statistics(Protocol):
-    """Normalize training batches differently from Algorithm 1."""
+    """The interface of alternatives to Algorithm 1 for training batches."""
 
     def batch_norm(
         self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float, running: Running | None, **options: Any
@@ -72,8 +72,8 @@ class Ghost:
     ``Ghost`` is ghost batch normalization (Hoffer et al., 2017). A batch of N examples is split into ceil(N / size)
     groups whose sizes differ by at most one. If a group would have only one value per feature, there is one group
     fewer: ``Ghost(2)`` splits 5 examples of shape (C,) into groups of 3 and 2. If a mask leaves a group only one value
-    per feature, the layer's ``on_single`` applies to that group. Masks on a GPU, in compiled code and under torch.func
-    transforms are not checked for such groups.
+    per feature, the layer's ``on_single`` applies to that group. The library does not look for such groups if the mask
+    is on a GPU, in compiled code, or under torch.func transforms.
 
     The running variance is updated with sum(m_b var_b) / sum(m_b - 1), the unbiased variance averaged over the groups.
     Here, m_b is the number of values per feature in group b, and var_b is their biased variance. The average leaves out
@@ -127,8 +127,8 @@ class Renorm:
     x_hat = (x - mu_B) / sigma_B * r + d, where r = sigma_B / sigma is clipped to [1/r_max, r_max], and
     d = (mu_B - mu) / sigma is clipped to [-d_max, d_max]. Here, mu_B and sigma_B are the mean and standard deviation of
     the batch, and mu and sigma are the running mean and standard deviation. No gradient flows through r and d.
-    ``Renorm(1, 0)`` is Algorithm 1. Ioffe starts training with r_max=1 and d_max=0, and widens these bounds later. To
-    change the bounds, assign a new ``Renorm`` to ``layer.statistics``.
+    ``Renorm(1, 0)`` equals Algorithm 1. Ioffe starts training with r_max=1 and d_max=0, and widens these bounds later.
+    To change the bounds, assign a new ``Renorm`` to ``layer.statistics``.
 
     Args:
         r_max: bound on the correction of the scale, at least 1.
@@ -138,7 +138,7 @@ class Renorm:
     >>> bn.BatchNorm1d(4, statistics=bn.Renorm())(torch.randn(8, 4)).shape
     torch.Size([8, 4])
 
-    Beyond the paper: a later method by its first author for small or dependent mini-batches.
+    Beyond the paper: a later method by its first author, for small mini-batches or dependent examples.
     """
 
     r_max: float = 3.0

@@ -27,5 +27,5 @@ TOOLS = {
 
 
 def tool_at(frame: FrameType) -> Tool | None:
-    """Return the tool whose code a frame runs, or None if the frame runs other code."""
+    """Return the tool that a stack frame belongs to, or None if the frame runs other code."""
     return TOOLS.get((frame.f_globals.get("__name__", ""), frame.f_code.co_name))

@@ -28,7 +28,7 @@ GOOGLENET = (
 
 
 class LayerCost(NamedTuple):
-    """A layer's path, type, output shape, parameters and multiply-adds, for one image."""
+    """A layer's name, type, output shape, number of parameters, and number of multiply-adds for one image."""
 
     name: str
     kind: str
@@ -38,9 +38,9 @@ class LayerCost(NamedTuple):
 
 
 class Description(NamedTuple):
-    """A network's layers in the order in which they run, its totals for one image, and its depth.
+    """A network's layers in execution order, its parameters and multiply-adds for one image, and its depth.
 
-    ``print`` shows a table.
+    ``print(description)`` shows a table of the layers.
 
     Beyond the paper: counting parameters and multiply-adds.
     """
@@ -61,10 +61,10 @@ class Description(NamedTuple):
 
 
 def describe(net: nn.Module, size: int = 224, channels: int = 3) -> Description:
-    """Return each layer's parameters and multiply-adds, counted in a forward pass on the meta device.
+    """Count each layer's parameters and multiply-adds in a forward pass on the meta device.
 
-    Only pooling, local response normalization and layers that have parameters are listed. Multiply-adds are counted
-    only for ``nn.Conv2d`` and ``nn.Linear`` layers, as is usual in the literature.
+    The result lists only pooling layers, local response normalizations and layers that have parameters. Multiply-adds
+    are counted only for ``nn.Conv2d`` and ``nn.Linear`` layers, as is usual in the literature.
 
     Args:
         net: a network that takes images.
@@ -98,7 +98,7 @@ def _note(found: list[LayerCost], name: str, module: nn.Module, args: tuple[Tens
 
 
 def _depth(net: nn.Module) -> int:
-    """Count convolutions and linear layers on the longest path; children run in series, except in Inception modules."""
+    """Count convolutions and linear layers on the longest path, assuming that only Inception modules have branches."""
     if isinstance(net, nn.Conv2d | nn.Linear):
         return 1
     depths = [_depth(child) for child in net.children()]
@@ -106,7 +106,7 @@ def _depth(net: nn.Module) -> int:
 
 
 class Claim(NamedTuple):
-    """A statement of the paper about its network, and the corresponding number for this library's network."""
+    """A statement from the paper about the size of its network, and the value computed for this library's network."""
 
     statement: str
     computed: str

@@ -1,4 +1,4 @@
-"""The monitor of Figure 1 (b, c): percentiles of nonlinearity inputs over the course of training."""
+"""Monitor the percentiles of nonlinearity inputs over the course of training, as in Figure 1 (b, c)."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from .taps import Taps, nonlinearities, probing
 class Monitor:
     """Record percentiles of a network's nonlinearity inputs while it trains, without altering the training.
 
-    Inside a ``with`` block, the monitor numbers the forward passes in training mode with gradients enabled, starting at
-    0. The monitor records each of these passes whose number is a multiple of ``every``. The block sees only passes
-    through ``net(...)``. If your training loop calls ``net.forward`` or single layers, call :meth:`record` at each step
-    to record.
+    Inside a ``with`` block, the monitor counts the calls ``net(...)`` in training mode with gradients enabled, starting
+    at 0, and records those whose number is a multiple of ``every``. It does not see calls of ``net.forward`` or of
+    single layers. If your training loop uses them, call :meth:`record` at each step that you want to record.
 
     Args:
         net: any network. Nonlinearities are found if they are modules or fused into this library's batch normalization.
@@ -32,13 +31,14 @@ class Monitor:
         percentiles: the percentiles to record, at least two, in ascending order.
         every: steps between records. Each time there are ``points`` records, every second record is dropped and
             ``every`` doubles, so memory is bounded for a run of any length.
-        points: the largest number of records in memory.
+        points: the maximum number of records in memory.
         probe: a batch to run for each record, instead of recording the training batch. The probe runs as in training,
-            normalized by its own statistics, but without dropout. Running it does not change buffers or random numbers.
+            normalized by its own statistics, but without dropout. Running it changes neither the network's buffers nor
+            the state of random number generators.
         unit_dim: the dimension that holds a layer's units, or a mapping from layer names to dimensions. Layers that are
             not in the mapping use dimension 1.
-        sinks: objects that also write the records, e.g. :class:`batchnorm.monitor.JSONLines`. The monitor closes them
-            on exit.
+        sinks: objects that also receive the records, e.g. :class:`batchnorm.monitor.JSONLines`. The monitor closes
+            them on exit.
 
     Raises:
         ValueError: if a layer is not in the network, if ``layers`` is None and no layer is found, or if ``every``,
@@ -114,7 +114,7 @@ class Monitor:
         return self._keep(Record(step, seen))
 
     def record_gradient_change(self, step: int, loss: Callable[[Any, Any], Tensor], batch: Any, rate: float) -> Record:
-        """Store and return how each layer's gradient changes when only the layers below it take their gradient step.
+        """Store and return how each layer's gradient changes if only the layers below it take a gradient step.
 
         The other arguments are those of :func:`batchnorm.monitor.gradient_change`, which runs a forward and backward
         pass per layer.

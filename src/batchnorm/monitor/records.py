@@ -12,10 +12,10 @@ from torch import Tensor
 
 
 class Percentiles(NamedTuple):
-    """The percentiles of one nonlinearity's input, as two tensors of shape (percentiles, units).
+    """The percentiles of a nonlinearity's input, and of the input of the batch normalization before it.
 
     ``z`` has the percentiles of the nonlinearity's input, and ``x`` has the percentiles of x = Wu, the input of the
-    batch normalization before the nonlinearity. If there is no normalization, ``x`` is ``z``.
+    batch normalization. Both have shape (percentiles, units). If there is no normalization, ``x`` is ``z``.
 
     Paper: Fig. 1 b, c
     """
@@ -35,7 +35,7 @@ class Change(NamedTuple):
 
 
 class Record(NamedTuple):
-    """The percentiles of one step, its gradient changes, or both, by layer name.
+    """The percentiles and gradient changes recorded at one step, by layer name; either may be empty.
 
     Paper: Fig. 1 b, c
     """
@@ -48,10 +48,10 @@ class Record(NamedTuple):
 def percentiles_of(
     values: Tensor, percentiles: Sequence[float], *, unit_dim: int = 1, samples: int = 4096, units: int = 256
 ) -> Tensor:
-    """Return linearly interpolated percentiles of each unit over all other dimensions, of shape (percentiles, units).
+    """Return the percentiles of each unit's values over all other dimensions, as a tensor (percentiles, units).
 
-    The result covers at most ``units`` evenly spaced units, and uses at most ``samples`` evenly spaced values of each
-    unit. If ``values`` is empty, the result is NaN.
+    The percentiles are interpolated linearly. The result covers at most ``units`` evenly spaced units, and uses at most
+    ``samples`` evenly spaced values of each unit. If ``values`` is empty, the result is NaN.
 
     >>> percentiles_of(torch.tensor([[0.0], [1.0], [2.0]]), (0, 50, 75))
     tensor([[0.0000],

@@ -1,4 +1,4 @@
-"""Internal covariate shift in numbers: how distributions drift, and how a layer's gradient changes."""
+"""Measure internal covariate shift: how distributions drift, and how a layer's gradient changes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .records import Change, Record
 
 
 def drift(records: Sequence[Record], layer: str, of: Literal["z", "x"] = "z") -> Tensor:
-    """Return how far each unit's distribution moved between consecutive records, as a multiple of its own width.
+    """Return how far each unit's distribution moved between consecutive records, in units of its width.
 
     The drift is mean_p |q_p(t) - q_p(s)| / w, where q_p(s) and q_p(t) are the percentiles at consecutive records s
     and t, and w is the distance from the lowest percentile to the highest, averaged over both records. The result has
-    shape (records - 1, units). The scale of the values cancels, so normalizing them to a fixed scale does not reduce
-    the drift.
+    shape (records - 1, units). Multiplying all values by a constant does not change the drift, so rescaling the values
+    cannot reduce it.
 
     Args:
         records: a monitor's records, in order.
@@ -43,7 +43,7 @@ def drift(records: Sequence[Record], layer: str, of: Literal["z", "x"] = "z") ->
 
 
 def typical_unit(records: Sequence[Record], layer: str) -> int:
-    """Return the index of the layer's unit whose total drift is the median over units.
+    """Return the index of the unit that has the median total drift of a layer's units.
 
     Args:
         records: a monitor's records, in order.
@@ -62,12 +62,12 @@ def typical_unit(records: Sequence[Record], layer: str) -> int:
 
 
 def gradient_change(net: nn.Module, loss: Callable[[Any, Any], Tensor], batch: Any, rate: float) -> dict[str, Change]:
-    """Measure how much each layer's gradient changes when only the layers below it take their gradient step.
+    """Measure how much each layer's gradient changes if only the layers below it take a gradient step.
 
-    The gradient g = dl/dW_k at (W_1, ..., W_K) is compared with g', its value on the same batch at (W_1 - rate dl/dW_1,
-    ..., W_{k-1} - rate dl/dW_{k-1}, W_k, ..., W_K). A layer is a module with parameters, together with the
-    normalization that follows it; layers are in the order of registration. The first layer has no layers below it and
-    is left out. The network is not changed.
+    For each layer k, the gradient g = dl/dW_k at (W_1, ..., W_K) is compared with g', its value on the same batch at
+    (W_1 - rate dl/dW_1, ..., W_{k-1} - rate dl/dW_{k-1}, W_k, ..., W_K). A layer is a module with parameters, together
+    with the normalization that follows it; layers are in the order of registration. The first layer has no layers below
+    it and is left out. The network is not changed.
 
     Args:
         net: any network, in its current mode.

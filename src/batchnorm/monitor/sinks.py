@@ -28,7 +28,7 @@ class Memory:
     """Keep at most ``points`` records of a run of any length: when the memory is full, every second record is dropped.
 
     Args:
-        points: the largest number of records, at least 2.
+        points: the maximum number of records, at least 2.
 
     >>> memory = Memory(points=4)
     >>> for step in range(6): memory.write(Record(step))
@@ -40,7 +40,7 @@ class Memory:
 
     def __init__(self, points: int = 500) -> None:
         if points < 2:
-            raise ValueError(f"points must be at least 2, not {points}, to keep a first and a later record")
+            raise ValueError(f"points must be at least 2, not {points}, to keep the first record and a later one")
         self.points = points
         self.thinned = 0
         self.records: list[Record] = []
@@ -59,8 +59,8 @@ class Memory:
 class JSONLines:
     """Append one line of JSON per record: ``{"step": 100, "percentiles": {"sigmoid1": {"z": [...], "x": [...]}}}``.
 
-    ``x`` is left out if it is the same as ``z``. Numbers have five significant digits. When a run is resumed or
-    restarted with the same file, the file's records of the new run's first step and of later steps are removed.
+    ``x`` is left out if it is the same as ``z``. Numbers are rounded to five significant digits. If the file has
+    records of an earlier run, those from the new run's first step on are removed.
 
     Args:
         path: the file; its folder is created if needed.
@@ -142,7 +142,7 @@ class TensorBoard:
 
 
 def as_json(record: Record) -> dict[str, Any]:
-    """Return the record as JSON values."""
+    """Convert the record to values that can be written as JSON."""
     line: dict[str, Any] = {"step": record.step}
     if record.percentiles:
         line["percentiles"] = {

@@ -27,7 +27,7 @@ NONLINEARITIES = (
 def nonlinearities(net: nn.Module) -> list[str]:
     """Return the names of the nonlinearities, and of the batch normalizations that are fused with a nonlinearity.
 
-    If no nonlinearity is a module or fused into a batch normalization, return the names of all normalizations.
+    If there are none, return the names of all normalizations.
     """
     named = [(name, m) for name, m in net.named_modules() if name]
     found = [name for name, m in named if isinstance(m, NONLINEARITIES) or _fuses(m)]
@@ -39,7 +39,7 @@ def _fuses(module: nn.Module) -> bool:
 
 
 class Taps:
-    """A context manager that calls ``seen(name, z, x)`` at each call of the chosen layers.
+    """A context manager that calls ``seen(name, z, x)`` each time one of the chosen layers is called.
 
     For a nonlinearity, z is its input. For a batch normalization, z is its output before any fused nonlinearity; the
     layer runs a second time to compute this output. If z is the output of a batch normalization, x is the input of that
@@ -128,7 +128,7 @@ def probing(net: nn.Module) -> Iterator[None]:
     """Inside the block, run the network as in training, with the batch's own statistics, but without side effects.
 
     Only batch and instance normalizations stay in training mode; dropout, for example, does not. Buffers, random
-    numbers and modes are restored at the end.
+    number generators and modes are restored at the end.
     """
     modules = list(net.modules())
     modes = [m.training for m in modules]

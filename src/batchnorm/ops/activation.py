@@ -45,7 +45,7 @@ class Activation(NamedTuple):
     >>> Activation("leaky_relu", 0.2)(torch.tensor([-1.0, 1.0]))
     tensor([-0.2000,  1.0000])
 
-    Beyond the paper: the paper applies g after BN; here both are one call.
+    Beyond the paper: the paper applies g after BN; here, one call does both.
     """
 
     name: str = "identity"

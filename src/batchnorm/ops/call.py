@@ -60,12 +60,12 @@ class Features:
         if not 1 <= feature_dims < x.dim():
             raise ValueError(
                 f"an input of shape {tuple(x.shape)} cannot have {feature_dims} feature dimension(s) after its batch"
-                " dimension"
+                f" dimension; feature_dims must be at least 1 and less than the number of dimensions, {x.dim()}"
             )
         self.shape, self.dims = x.shape, feature_dims
         self.features = x.shape[1 : 1 + feature_dims]
-        # With statistics per activation, flatten a channels_last input in the order (h, w, c) of its memory. The order
-        # (c, h, w) would need a copy.
+        # If all dimensions but the first are features, flatten a channels_last input in memory order (h, w, c), because
+        # the order (c, h, w) would need a copy.
         self.nhwc = 1 < feature_dims == x.dim() - 1 and not x.is_contiguous() and x.movedim(1, -1).is_contiguous()
 
     def call(

@@ -114,8 +114,8 @@ def kept(name: str, depends: object, make: Callable[[], bytes]) -> bytes:
 
 
 def remember_failure(source: Source, error: Unavailable) -> None:
-    """Record that a source does not compile or load, so that later calls of :func:`cached` raise the same error."""
-    # Record only errors of the compiler and of loading the library. Other errors, such as a full disk, may not recur.
+    """Record that compiling or loading a source failed, so that later calls of :func:`cached` raise the same error."""
+    # Record only errors in compiling or loading the library. Other errors, such as a full disk, may not recur.
     if isinstance(error.__cause__, subprocess.CalledProcessError | ImportError):
         with suppress(OSError):
             failure = _folder(create=True) / f"{source.path.stem}-{_key(source, _command(source))}.failed"

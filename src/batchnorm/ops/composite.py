@@ -51,7 +51,7 @@ def normalize(call: Call, mean: Tensor, var: Tensor) -> Tensor:
 
 
 def backward(call: Call, dy: Tensor, passes: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return dx, dgamma, dbeta and dz by the formulas of the paper's Section 3, with differentiable operations.
+    """Compute dx, dgamma, dbeta and dz by the formulas in Section 3 of the paper, with differentiable operations.
 
     dx = gamma / sigma * (dz - mean(dz) - x_hat mean(dz x_hat)), where z is the activation's input and
     sigma = sqrt(var + eps). ``passes`` is True where the activation's derivative is 1. If ``passes`` is given, z is not
@@ -108,7 +108,7 @@ def scale_and_shift(call: Call, centered: Tensor, var: Tensor) -> Tensor:
 def finish(call: Call, z: Tensor) -> Tensor:
     """Add the residual, apply the nonlinearity, zero masked positions and cast to the input's dtype."""
     if call.residual is not None:
-        # Zero the residual at masked positions: a NaN there would make the activation's gradient 0 * NaN.
+        # Zero the residual at masked positions: a NaN there would make the activation's gradient NaN (0 * NaN).
         residual = call.residual if call.mask is None else torch.where(call.mask, call.residual, 0)
         z = z + residual.to(z.dtype)
     y = apply(call.activation, z)

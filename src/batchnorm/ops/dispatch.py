@@ -21,7 +21,7 @@ PATHS: dict[str, Path] = {"composite": composite, "cpu": cpu, "cuda": cuda}
 
 
 def has_kernels(x: Tensor) -> bool:
-    """Return whether this library's Triton and CUDA kernels may run on the device of ``x``.
+    """Return whether this library's Triton and CUDA kernels can be used on the device of ``x``.
 
     ROCm is excluded, because the kernels are untested there.
     """

@@ -86,7 +86,7 @@ def merge(parts: Moments) -> Moments:
     """Merge moments, stacked along their first dimension, into the moments of all samples together.
 
     Each part b, such as a mini-batch or the samples of one rank, has the count m_b, the mean mean_b and the variance
-    var_b. With sums over b, the results are m = sum(m_b), mean = sum(m_b mean_b) / m and
+    var_b. The results, where each sum is over b, are m = sum(m_b), mean = sum(m_b mean_b) / m and
     var = sum(m_b (var_b + (mean_b - mean)^2)) / m. Empty parts (count 0) are ignored, even if their mean or variance is
     NaN.
 
@@ -115,7 +115,7 @@ def merge(parts: Moments) -> Moments:
 
 @dataclass(frozen=True)
 class AveragedMoments:
-    """Hold averages over mini-batches B, each weighted by its size m_B, in float64 on the CPU.
+    """Hold averages over mini-batches B, weighted by their sizes m_B, in float64 on the CPU.
 
     Paper: Alg. 2, l. 10
     """
@@ -124,9 +124,9 @@ class AveragedMoments:
     count: float
     """The sum of all m_B."""
     mean: Tensor
-    """The average mean, E_B[mu_B]."""
+    """The average of the means, E_B[mu_B]."""
     var: Tensor
-    """The average biased variance, E_B[sigma_B^2]."""
+    """The average of the biased variances, E_B[sigma_B^2]."""
     mean_spread: Tensor
     """The variance of the means, E_B[(mu_B - E_B[mu_B])^2]."""
     var_spread: Tensor

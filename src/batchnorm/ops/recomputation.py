@@ -1,7 +1,7 @@
 """Save memory in training: recompute outputs in the backward pass instead of keeping them.
 
-While :func:`recompute` is active, autograd calls a hook for each tensor that it saves. If the tensor is an output of a
-batch normalization or a concatenation that can be recomputed, the hook saves a recipe (:class:`Recomputed`) instead
+While :func:`recompute` is active, autograd calls a hook for each tensor that it saves. If the tensor is the output of a
+batch normalization or of a concatenation, and can be recomputed, the hook saves a recipe (:class:`Recomputed`) instead
 of the tensor.
 """
 
@@ -81,8 +81,8 @@ def remember(y: Tensor, again: Callable[..., Tensor], *sources: Tensor | None) -
 
 def is_active() -> bool:
     """Return whether this thread is inside :func:`recompute`."""
-    # Check the global count first: layers call this function in every forward pass, and reading a thread-local variable
-    # is slower.
+    # Layers call this function in every forward pass, so check the global count first, which is faster than reading a
+    # thread-local variable.
     return _active > 0 and _local.registry is not None
 
 
@@ -97,7 +97,7 @@ class Recomputed:
         self.value: tuple[Tensor, object] | None = None
 
     def read(self, counted: bool) -> Tensor:
-        """Return the tensor; hold it until all operations that saved it have read it, or the backward pass ends."""
+        """Return the tensor; keep it until all operations that saved it have read it or the backward pass ends."""
         value = self.value[0] if self.value is not None and self.value[1] == _stream(self.value[0]) else self.compute()
         if is_recomputation():
             self.left -= counted
@@ -118,7 +118,7 @@ class Recomputed:
         """Keep the value for later readers."""
         if self.value is None:
             torch.autograd.Variable._execution_engine.queue_callback(self.forget)
-        # `read` uses the value only on the same stream, because on other streams it may not be ready.
+        # `read` returns this value only on the stream that computed it, because on other streams it may not be ready.
         self.value = value, _stream(value)
 
     def forget(self) -> None:
@@ -171,8 +171,9 @@ class Registry:
 
     def __init__(self) -> None:
         self.recipes: dict[int, Recomputed] = {}
-        # An operation may save its output before `remember` registers a recipe for the output. So this dict holds, for
-        # each storage without a recipe, the Kept that was saved last; `remember` replaces its tensor with the recipe.
+        # An operation may save its output before `remember` registers a recipe for the output. So for each storage
+        # without a recipe, this dict holds the `Kept` object that was saved last, and `remember` replaces the object's
+        # tensor with the recipe.
         self.waiting: weakref.WeakValueDictionary[int, Kept] = weakref.WeakValueDictionary()
 
     def pack(self, t: Tensor) -> Kept:
@@ -193,8 +194,8 @@ class Registry:
     def remember(self, y: Tensor, again: Callable[..., Tensor], sources: tuple[Tensor | None, ...]) -> None:
         """Record how to recompute ``y``; if autograd has already saved ``y``, replace it with the recipe."""
         # Drop the recipes whose outputs have been freed, because a recipe keeps its sources alive. Each remaining
-        # recipe has a weak reference to its output's StorageImpl, so no other storage can have the same _cdata, the
-        # dict's key.
+        # recipe has a weak reference to its output's StorageImpl, so no other storage can have the same _cdata, which
+        # is the recipe's key in the dict.
         self.recipes = {at: recipe for at, recipe in self.recipes.items() if not recipe.storage.expired()}
         recipe = Recomputed(y, again, [None if source is None else self.keep(source) for source in sources])
         self.recipes[_address(y)] = recipe

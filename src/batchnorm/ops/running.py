@@ -52,8 +52,8 @@ def update_(running: Kept, moments: Moments, momentum: float | None, *, plain: b
         running: the averages, updated in place.
         moments: the batch's moments, with the biased variance.
         momentum: the weight of the new batch; None weights all batches equally.
-        plain: True calls the CPU implementation directly, not through torch's dispatcher. Use it only for moments on
-            the CPU that need no gradient, outside transforms, tracers and compilers.
+        plain: whether to call the CPU implementation directly, without torch's dispatcher. Set it only for moments on
+            the CPU that need no gradient, and only outside transforms, tracers and compilers.
 
     >>> r = Running(torch.zeros(1), torch.ones(1), torch.tensor(0), torch.tensor(0))
     >>> update_(r, Moments(torch.tensor(2.0), torch.tensor([4.0]), torch.tensor([1.0])), momentum=0.5)
@@ -89,7 +89,7 @@ def _update(
     var: Tensor,
     momentum: float | None,
 ) -> None:
-    """Update without synchronizing with the host: a tensor on the device decides whether to skip the batch."""
+    """Update without synchronizing with the host: a bool tensor on the device says whether to skip the batch."""
     if is_recomputation():
         return
     usable = mean.isfinite().all() & var.isfinite().all() & (count > 1)
@@ -112,12 +112,12 @@ def _update_cpu(
     var: Tensor,
     momentum: float | None,
 ) -> None:
-    """Update with branches, which are cheap on the CPU and save operations."""
+    """Update with Python branches, which are cheap on the CPU and skip needless operations."""
     m = count.item()
     if is_recomputation() or m <= 1:
         return
-    # A finite dot product implies finite moments. If the product is not finite, check each moment, because the product
-    # of finite moments may overflow.
+    # If the dot product of the means and the variances is finite, all moments are finite. Otherwise, check each moment,
+    # because the dot product of finite moments may overflow.
     if not isfinite(np.vdot(mean.numpy(), var.numpy())) and not bool((mean.isfinite() & var.isfinite()).all()):
         num_skipped.add_(1)
         return
@@ -136,8 +136,8 @@ def _update_meta(*args: Tensor | float | None) -> None:
     """
     if not all(arg.is_meta for arg in args if isinstance(arg, Tensor)):
         raise RuntimeError(
-            "some of a layer's running averages and counters are on 'meta', so the averages cannot be updated; load a"
-            " state dict with assign=True, or call to_empty(device=...) and reset_parameters()"
+            "some of a layer's running averages and counters are on the meta device, so the averages cannot be updated;"
+            " load a state dict with assign=True, or call to_empty(device=...) and reset_parameters()"
         )
 
 

@@ -19,7 +19,7 @@ def is_transformed() -> bool:
 
 
 def is_wrapped(x: Tensor) -> bool:
-    """Return whether a ``torch.func`` transform tracks ``x``, as it does the arguments of the transformed function."""
+    """Return whether a ``torch.func`` transform wraps ``x``, as it wraps the transformed function's arguments."""
     return torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 
@@ -31,7 +31,7 @@ def is_forward_mode() -> bool:
 def is_observed(x: Tensor) -> bool:
     """Return whether a tensor subclass, a dispatch mode or a tracer intercepts torch operations on ``x``.
 
-    This library's own kernels would bypass the interception.
+    If so, this library's own kernels must not run, because they would bypass the interception.
     """
     return (
         type(x) not in (Tensor, nn.Parameter)

@@ -12,7 +12,7 @@ from ..pictures import BLUE, ORANGE, picture
 from .runs import Run
 
 TARGETS = (*(k / 10 for k in range(1, 10)), 0.95, 0.96, 0.97, 0.98)
-SHOWN = 6  # the largest number of accuracies in the table of steps_to
+SHOWN = 6  # the maximum number of accuracies in the table of `steps_to`
 COLORS = {False: ORANGE, True: BLUE}
 
 
@@ -87,8 +87,8 @@ def _thousands(axis: Any) -> None:
 def steps_to(runs: Sequence[Run]) -> list[list[str]]:
     """Tabulate the first step at which each run reached given accuracies; the first row is the header.
 
-    The table has the highest accuracies of TARGETS that any run reached, at most SHOWN of them. The table is
-    empty if no run reached any of them.
+    Each row is for an accuracy in TARGETS that at least one run reached. If there are more than SHOWN such accuracies,
+    the table has only the SHOWN highest. If there are none, the table is empty.
 
     Paper: Fig. 1 a, "train faster"
     """

@@ -44,8 +44,8 @@ MEASURES = (
         "key": "gradient",
         "name": "change of a layer's gradient",
         "text": "||g' - g|| / ||g||, where g is a layer's gradient on a mini-batch, and g' is its gradient on the same"
-        " mini-batch after a training step of only the layers below it. This shows how much the internal covariate"
-        " shift of Section 2 affects the layer.",
+        " mini-batch after a training step that updates only the layers below. This ratio shows how much the internal"
+        " covariate shift of Section 2 affects the layer.",
     },
 )
 
@@ -87,7 +87,7 @@ def write_report(
         title: the page's title; by default, a title made from the runs.
         sections: headings, texts and tables about the runs; by default, Section 4.1's claims.
     """
-    # A lone surrogate, from an undecodable file name or a JSON string, cannot be encoded in UTF-8.
+    # Replace lone surrogates, which come from undecodable file names or JSON strings: UTF-8 cannot encode them.
     write_atomically(path, render(runs, title=title, sections=sections).encode(errors="replace"))
     return path
 
@@ -119,7 +119,7 @@ def _hash(text: str) -> str:
 
 
 def _inert(data: Any) -> str:
-    """Return JSON without characters that HTML parses as markup: a run's name may contain "</script>"."""
+    """Return JSON in which <, > and & are escaped, because a run's name may contain "</script>"."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     return text.translate({ord(c): f"\\u{ord(c):04x}" for c in "<>&"})
 

@@ -1,4 +1,4 @@
-"""Read runs from their folders, which have a ``metrics.jsonl`` from this library's commands or from a user's code."""
+"""Read runs from folders with a ``metrics.jsonl``, written by this library's commands or by a user's code."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ACCURACIES = ("accuracy", "top1")
 
 @dataclass(frozen=True)
 class Run:
-    """The settings, curves and records of one run, or of a mean over runs."""
+    """The settings, curves and records of one run, or the mean curves of several runs."""
 
     name: str
     config: dict[str, Any]
@@ -35,7 +35,7 @@ class Run:
     percentiles: list[Record] = field(repr=False)
     gradient_changes: list[Record] = field(repr=False)
     bands: dict[str, dict[Literal["low", "high"], Curve]] = field(default_factory=dict, repr=False)
-    """the edges of a band around a curve, at the curve's steps"""
+    """for each curve with a band around it, the edges of the band at the curve's steps"""
 
     @property
     def steps(self) -> int:
@@ -50,7 +50,7 @@ class Run:
 
     @property
     def accuracy_kind(self) -> Literal["validation accuracy", "test accuracy"]:
-        """What to call the accuracy: a ``val_top1``, from ``batchnorm train``, is measured on validation images."""
+        """The name of the accuracy: ``batchnorm train`` writes ``val_top1``, which is measured on validation images."""
         return "validation accuracy" if "val_top1" in self.curves else "test accuracy"
 
     @cached_property
@@ -64,11 +64,11 @@ class Run:
         return typical_unit(self.percentiles, layer) if len(self.percentiles) > 1 else 0
 
     def steps_to(self, accuracy: float) -> int | None:
-        """Return the first step that reached this accuracy, or None if no step did."""
+        """Return the first step at which the run reached this accuracy, or None if it never did."""
         return next((step for step, value in self.accuracy if value >= accuracy), None)
 
     def drift_curve(self, layer: str, of: Literal["z", "x"]) -> Curve:
-        """Return the step of each record after the first, and the units' median drift since the previous record."""
+        """Return, for each record after the first, its step and the units' median drift since the previous record."""
         steps = [r.step for r in self.percentiles][1:]
         if not steps:
             return []
@@ -109,8 +109,8 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
             )
         folders += [p for p in found if p not in folders]
     runs = [_read(folder, name) for folder, name in zip(folders, _names(folders), strict=True)]
-    # Put the run without batch normalization first, as in the paper's figures. If there are several paths, keep their
-    # order.
+    # If there is one path, put the run without batch normalization first, as in the paper's figures. If there are
+    # several paths, keep their order.
     return sorted(runs, key=lambda run: run.config.get("batch_norm") is not False) if len(paths) == 1 else runs
 
 
@@ -135,9 +135,9 @@ def _read(folder: Path, name: str) -> Run:
     for where, line in (*_lines(folder / "metrics.jsonl"), *_lines(folder / "monitor.jsonl")):
         step = line.pop("step", None)
         if step is None or line.get("final"):
-            continue  # the line is not about a step, but about the whole run
+            continue  # the line describes the whole run, not a step
         if not (_is_number(step) and isinstance(step, int) and 0 <= step < LAST_STEP):
-            raise ValueError(f"{where}: step is {_short(step)}, not a whole number from 0 to 2^53 - 1")
+            raise ValueError(f"{where}: step is {_short(step)}, but must be a whole number from 0 to 2^53 - 1")
         if "percentiles" in line:
             percentiles.append(Record(step, _by_layer(line, "percentiles", _percentiles, where)))
         if "gradient_change" in line:
@@ -186,8 +186,8 @@ def _place(curve: str) -> int:
 def _recipe(folder: Path) -> dict[str, Any]:
     """Return the settings of a run of ``batchnorm train``, keyed by the names that the page shows.
 
-    The names have spaces instead of underscores, so none of them is ``batch_norm``, the key that marks the two networks
-    of Section 4.1.
+    The names have spaces instead of underscores. A recipe's ``batch_norm`` therefore becomes "batch norm", and the run
+    is not taken for one of Section 4.1's two networks, which the key ``batch_norm`` marks.
     """
     return {key.replace("_", " "): value for key, value in _json(folder / "recipe.json").items()}
 
@@ -204,7 +204,7 @@ def _result(folder: Path) -> dict[str, Any]:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each object of a JSON Lines file, preceded by the file name and line number for error messages."""
+    """Yield each object of a JSON Lines file, together with its file name and line number for error messages."""
     if not path.exists():
         return
     lines = path.read_bytes().split(b"\n")
@@ -222,7 +222,7 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def _by_layer(line: dict[str, Any], key: str, read: Callable[[Any], T], where: str) -> dict[str, T]:
     tables = line.pop(key)
     if not isinstance(tables, dict):
-        raise ValueError(f"{where}: {key} is {_short(tables)}, not an object with an entry for each layer")
+        raise ValueError(f"{where}: {key} is {_short(tables)}, but must be an object with an entry for each layer")
     found = {}
     for layer, table in tables.items():
         try:
@@ -239,7 +239,8 @@ def _percentiles(table: Any) -> Percentiles:
     x = torch.tensor(table["x"], dtype=torch.float32) if "x" in table else z
     if z.dim() != 2 or len(z) < 2 or not z.numel() or x.shape != z.shape:
         raise ValueError(
-            f"z and x must have the same shape, (percentiles >= 2, units), not {tuple(z.shape)} and {tuple(x.shape)}"
+            f"z and x have the shapes {tuple(z.shape)} and {tuple(x.shape)}, but must have the same shape (percentiles,"
+            " units), with at least 2 percentiles and 1 unit"
         )
     return Percentiles(z, x)
 
@@ -258,7 +259,7 @@ def _check_shapes(records: Sequence[Record], folder: Path) -> None:
             if shapes.setdefault(layer, z.shape) != z.shape:
                 raise ValueError(
                     f"{folder}: the percentiles of {_short(layer)} have the shape {tuple(z.shape)} at step"
-                    f" {record.step}, and {tuple(shapes[layer])} at earlier steps"
+                    f" {record.step}, but {tuple(shapes[layer])} at earlier steps: all steps must have the same shape"
                 )
 
 
@@ -268,7 +269,7 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _check_number(value: Any, key: str, path: Path) -> None:
     if not _is_number(value) or math.isinf(_float(value)):
-        raise ValueError(f"{path}: {_printable(key)} is {_short(value)}: expected a finite number or NaN")
+        raise ValueError(f"{path}: {_printable(key)} is {_short(value)}, but must be a finite number or NaN")
 
 
 def _is_number(value: object) -> bool:

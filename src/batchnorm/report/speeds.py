@@ -113,7 +113,7 @@ def _speedup(row: Result | None) -> str:
 
 
 def _footnotes(result: Result, measured: list[str]) -> str:
-    """Return sentences about the goals, italics, modes that are not measured yet, and reduced batches."""
+    """Return sentences about the goals, speedups in italics, modes that are not measured yet, and reduced batches."""
     judged = [bar for bar in result["bars"] if bar["reached"] is not None]
     missed = [
         f"{bar['what']} {bar['measured']:.2f} (goal: at {'least' if bar['at_least'] else 'most'} {bar['wanted']:g})"
@@ -135,7 +135,7 @@ def _footnotes(result: Result, measured: list[str]) -> str:
 
 
 def _other_uses(rows: list[Result], names: list[str]) -> list[str]:
-    """Return, for each network and batch size, a line with the speedups in modes outside ``MODES``, then a note."""
+    """Return a line for each network and batch size with the speedups in modes outside ``MODES``, and a note."""
     found: dict[tuple[str, int], list[str]] = {}
     for row in rows:
         if row["mode"] not in MODES:

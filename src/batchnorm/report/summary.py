@@ -40,11 +40,11 @@ def _fig2(r: Result) -> str:
             told[0] += f" ({max(tuned):.1f} against the best unnormalized network)"
     if "inception" in run:
         best = max(n["maximum"] for n in run.values())
-        told.append(f"{best:.1%} against {run['inception']['maximum']:.1%}")
+        told.append(f"accuracy {best:.1%} (Inception {run['inception']['maximum']:.1%})")
     if at_best := r.get("at its best rate"):
         fewer = [n["times fewer steps"] for n in at_best.values() if n["times fewer steps"]]
         most, top = max(fewer, default=0.0), max(n["maximum"] for n in at_best.values())
-        told.append(f"each at its best rate: up to {most:.1f} times fewer, {top:.1%}")
+        told.append(f"at best rates, up to {most:.1f} times fewer, {top:.1%}")
     if missing := len(r["not yet run"]):
         told.append(f"{missing} runs not yet run")
     return "; ".join(told)
@@ -220,7 +220,7 @@ def _rates(r: Result) -> list[str]:
 
 
 def _narrow(row: list[str]) -> list[str]:
-    """Return a row of Figure 3 without the columns that the paper lacks, and without the values of single seeds."""
+    """Return a row of our Figure 3 with only the columns of the paper's Figure 3, and without single seeds' values."""
     return [re.sub(r" \(.*", "", cell) for cell in (*row[:1], *row[2:8])]
 
 

@@ -243,8 +243,8 @@ def difference(before: Sequence[float], after: Sequence[float], images: int) -> 
 def _half_width(groups: Sequence[Sequence[float]], images: int) -> float:
     """Return half the width of the 95% interval of a mean accuracy, or of the difference of two mean accuracies.
 
-    ``groups`` has one or two networks' accuracies, one per seed. The width combines Welch's t over seeds with the
-    sampling error of the images.
+    ``groups`` holds the accuracies of one or two networks, with one accuracy per seed. The width combines Welch's t
+    over seeds with the sampling error of the images.
     """
     means = [statistics.fmean(values) for values in groups]
     of_images = 1.96 * math.sqrt(sum(p * (1 - p) for p in means) / images)
@@ -258,7 +258,7 @@ def _half_width(groups: Sequence[Sequence[float]], images: int) -> float:
 
 
 def verdict(gap: float, low: float, high: float) -> str:
-    """Return one sentence on what the interval of the difference shows.
+    """Return the verdict as text: batch normalization helps, hurts, or the result is inconclusive.
 
     >>> verdict(0.02, -0.01, 0.05)
     'inconclusive: the difference is +2.0 points, and its 95% interval, -1.0 to +5.0, contains 0'
@@ -276,7 +276,7 @@ def publish(networks: Mapping[tuple[bool, float], SeedRuns], out: Path, **told: 
     Args:
         networks: the runs of each network at each rate; a key is (whether the network has batch normalization, rate).
         out: folder for the files.
-        told: further entries of compare.json, including ``network``, the network's name.
+        told: further entries of compare.json; ``network``, the name of the network, is required.
 
     Paper: Figs. 2, 3
     """
@@ -338,9 +338,9 @@ def _steps(times: float | None, top: tuple[int, float] | None) -> str:
             " steps cannot be compared."
         )
     if times is None:
-        return f"With batch normalization, mean accuracy never reaches the best mean accuracy without it, {top[1]:.1%}."
+        return f"The best mean accuracy without batch normalization, {top[1]:.1%}, is never reached with it."
     how = f"in {times:.1f} times fewer steps" if times > 1 else "but not in fewer steps"
-    return f"With batch normalization, mean accuracy reaches the best mean accuracy without it, {top[1]:.1%}, {how}."
+    return f"The best mean accuracy without batch normalization, {top[1]:.1%}, is also reached with it, {how}."
 
 
 def _edges(networks: Mapping[tuple[bool, float], SeedRuns], *chosen: SeedRuns) -> str:

@@ -66,10 +66,10 @@ def publish(
     verdicts: Mapping[str, bool | None],
     draw: Callable[[dict[str, Any], Any], Any],
 ) -> dict[str, Any]:
-    """Write ``name.json`` and ``name.png`` to ``options.out``, print the result and return the file's content.
+    """Write ``name.json`` and ``name.png`` to ``options.out``, print the result and return the JSON file's content.
 
     ``verdicts`` maps each statement that follows from the claim to whether the statement holds here, or to None if the
-    runs were too short to tell. ``draw`` takes the file's content and ``matplotlib.pyplot``, and returns a figure.
+    runs were too short to tell. ``draw`` takes the JSON content and ``matplotlib.pyplot``, and returns a figure.
     """
     name, out = options.name, options.out
     given = {key: value for key, value in asdict(options).items() if key != "out"}

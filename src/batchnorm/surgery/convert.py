@@ -52,29 +52,30 @@ def convert(
 
     ``BatchNorm1d/2d/3d``, ``SyncBatchNorm`` and timm's ``BatchNormAct2d`` are replaced. Parameters, statistics, hooks,
     shared modules, modes, devices and dtypes stay the same, except that half-precision running statistics become
-    float32. Other batch normalizations (such as subclasses, and layers with a patched forward or a parametrization) are
-    not converted, and the report says why. The report also lists calls of ``F.batch_norm``.
+    float32. Other batch normalization layers, such as subclasses and layers with a patched forward or a
+    parametrization, are not converted, and the report says why. The report also lists calls of ``F.batch_norm``, which
+    are not converted either.
 
-    If a layer's output goes to an activation, or is added to a tensor of the same shape, the activation and the sum are
-    fused into the call of the layer if possible. Activations and sums may be modules, functions, methods or operators,
-    in place or not. A module whose forward contains such a pattern is traced with ``torch.fx`` in each mode, and
-    becomes an instance of a generated subclass of its class. In each call, the new forward checks whether the trace is
-    still valid: the arguments that are not tensors, the results of checks such as ``x.dim() == 3``, attributes, and
-    hooks must be unchanged. If any of these has changed, the original forward runs.
+    If a layer's output goes to an activation, or is added to a tensor of the same shape, ``convert`` tries to fuse the
+    activation and the sum into the call of the layer. Activations and sums may be modules, functions, methods or
+    operators, in place or not. A module whose forward contains such an activation or sum is traced with ``torch.fx``,
+    in evaluation and in training mode, and becomes an instance of a generated subclass of its class. In each call, the
+    new forward checks that the trace is still valid: arguments that are not tensors, attributes, hooks, and the results
+    of checks such as ``x.dim() == 3`` must be the same as during tracing. Otherwise, the original forward runs.
 
-    The result is compared with the original on ``example``: outputs (with and without autocast), running statistics,
-    and gradients (if possible, on the first three rows only). ``net`` is not changed. :func:`revert` undoes the
-    conversion.
+    The converted network is compared with the original on ``example``: outputs (with and without autocast), running
+    statistics, and gradients (if possible, on the first three rows only). ``net`` is not changed. :func:`revert` undoes
+    the conversion.
 
-    A trace does not notice changes to Python globals or classes, side effects such as ``print``, calls of ``type(x)``,
+    A trace does not capture changes to Python globals or classes, side effects such as ``print``, calls of ``type(x)``,
     or random numbers from a generator that the user created. Use ``rewrite=False`` for networks whose forwards depend
-    on something that a trace does not notice.
+    on any of these.
 
     Args:
         net: any network.
         example: a batch; the network is traced on it in evaluation mode and, if possible, in training mode.
-        forward: calls the network on a batch, ``forward(net, batch)``; needed if the network takes several positional
-            inputs.
+        forward: function that calls the network on a batch, as ``forward(net, batch)``; needed if the network takes
+            several positional inputs.
         rewrite: if False, modules are replaced, but no forward is rewritten. An activation module is then fused if a
             ``Sequential``, or the graph of a ``torch.fx.GraphModule``, calls it after a batch normalization and nothing
             else refers to these two modules.
@@ -119,9 +120,9 @@ def convert(
         done: dict[str, Rewritten] = {}
         notes = [NO_TRAINING] if len(graphs) == 1 else []
         if rewrite:
-            step("recording the arguments of its modules")
+            step("recording the arguments of the modules")
             calls = {mode: arguments_in(result, example, forward, training=mode) for mode in modes}
-            step("rewriting its code")
+            step("rewriting the network's code")
             done = rewrite_(result, calls, takes_activation)
             step("running the rewritten code")
             restore_unused_(result, example, forward, done)

@@ -40,11 +40,12 @@ def insert(
     """Return the network with a batch normalization between each affine layer and the nonlinearity that it feeds.
 
     z = g(Wu + b) becomes z = g(BN(Wu)). A small container, :class:`~batchnorm.layers.normalized.Normalized`, replaces
-    the Linear, convolution or transposed convolution, and contains it and the batch normalization. The state-dict entry
-    ``conv.weight`` becomes ``conv.affine.weight``, and the new entries are ``conv.norm.*``. Insertion also works if the
-    nonlinearity is a function, or if there are sums, concatenations or pools between the affine layer and the
-    nonlinearity. The bias is dropped, because subtracting the mean would cancel it; a parametrized bias stays. Layers
-    that feed no nonlinearity, such as the last layer, are not changed. ``net`` is not changed.
+    the affine layer (linear, convolution or transposed convolution) and holds this layer and its batch normalization.
+    For a layer named ``conv``, the state-dict entry ``conv.weight`` becomes ``conv.affine.weight``, and the entries
+    ``conv.norm.*`` are added. Insertion also works if the nonlinearity is a function, or if there are sums,
+    concatenations or pools between the affine layer and the nonlinearity. The bias is dropped, because subtracting the
+    mean would cancel it; a parametrized bias stays. Layers that feed no nonlinearity, such as the last layer, are not
+    changed. ``net`` is not changed.
 
     Args:
         net: any network.
@@ -59,8 +60,8 @@ def insert(
             Bengio, for comparison). For "after", the nonlinearity must be a module that is called once, and the
             features must be in dimension 1 or the last dimension of its output.
         per_activation: give each activation of a feature map its own gamma, beta and statistics.
-        forward: calls the network on a batch, ``forward(net, batch)``; needed if the network takes several positional
-            inputs.
+        forward: function that calls the network on a batch, as ``forward(net, batch)``; needed if the network takes
+            several positional inputs.
 
     Returns:
         The network, with a ``report`` that says for each candidate layer whether batch normalization was inserted and,
@@ -191,7 +192,8 @@ def _set_from(place: Place, norm: BatchNorm, accumulator: MomentAccumulator) -> 
         norm.running_mean.copy_(moments.mean - bias.reshape(-1, *[1] * (moments.mean.dim() - 1)))
         norm.running_var.copy_(moments.var + moments.mean_spread)
         norm.bias.copy_(moments.mean)
-        # Compute gamma from the stored variance, which was rounded: evaluation divides by the root of the stored value.
+        # Compute gamma from the stored variance, which was rounded when it was stored, because evaluation also divides
+        # by the square root of the stored variance.
         norm.weight.copy_(torch.sqrt(norm.running_var.double() + norm.eps))
 
 

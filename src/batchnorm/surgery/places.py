@@ -19,7 +19,8 @@ FUNCTIONAL = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_
 # children.
 BYPASSING = (nn.TransformerEncoderLayer,)
 SCALING = frozenset({"mul", "div", "truediv", "multiply", "divide"})
-# Calls after which the features may be in another dimension. Shuffles are left out: the features stay in dimension 1.
+# Calls after which the features may be in another dimension. Pixel and channel shuffles are left out, because they keep
+# the features in dimension 1.
 REARRANGING = frozenset({"mean", "stack", "chunk", "split", "unbind", "narrow", "select", "getitem"}) | MOVING
 REARRANGING -= {"pixelshuffle", "pixelunshuffle", "channelshuffle"}
 
@@ -70,7 +71,7 @@ class Candidate(NamedTuple):
 
 
 class Reach(NamedTuple):
-    """The first calls that a value reaches: nonlinearities, normalizations and other calls."""
+    """The calls that :func:`reach` finds: nonlinearities, normalizations and other calls."""
 
     nonlinear: list[TracedCall]
     normalized: list[TracedCall]
@@ -117,10 +118,10 @@ def _hands_on(call: TracedCall) -> bool:
 def affine_places(net: nn.Module, graphs: list[Graph]) -> Iterator[Candidate]:
     """Yield each affine layer, in the order of calls; layers that feed a nonlinearity are chosen by default.
 
-    Also yield candidates without a place, for the functions and layers that ``insert`` always skips.
+    Also yield candidates whose ``place`` is None, for the functions and layers that ``insert`` always skips.
     """
     names = {module: name for name, module in net.named_modules()}
-    graph = graphs[-1]  # in training mode if possible, because auxiliary heads may run only in training
+    graph = graphs[-1]  # of training mode if there is one, because auxiliary heads may run only in training
     bypassing = [m for m in names if isinstance(m, BYPASSING)]
     seen: set[nn.Module] = set()
     for call in graph.calls:
@@ -212,7 +213,7 @@ def _dims_after(call: TracedCall, value: Value, dim: int | None) -> list[int | N
         return [dim if len(output.shape) == len(value.shape) else None for output in call.outputs]
     if call.inputs != [value]:
         return unknown
-    # Replay the call on a tensor that holds the index of each element's feature. If the result varies along only one
+    # Replay the call on a tensor in which each element is the index of its feature. If the result varies along only one
     # dimension, that dimension holds the features.
     index = torch.arange(float(value.shape[dim])).reshape(-1, *[1] * (len(value.shape) - 1 - dim))
     result = call.replay(index.expand(value.shape).contiguous())

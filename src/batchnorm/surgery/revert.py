@@ -31,10 +31,10 @@ def revert(net: nn.Module, example: Any = None, *, forward: network_call.Forward
 
     Args:
         net: any network.
-        example: a batch to compare outputs on and to find calls with a residual or a mask. Without ``example``,
-            calls with a residual or a mask are not found, and raise an error when the returned network runs.
-        forward: calls the network on a batch, ``forward(net, batch)``; needed if the network takes several positional
-            inputs.
+        example: a batch on which to compare outputs and to look for calls with a residual or a mask. Without
+            ``example``, ``revert`` does not find such calls, and they raise an error when the returned network runs.
+        forward: function that calls the network on a batch, as ``forward(net, batch)``; needed if the network takes
+            several positional inputs.
 
     Raises:
         ValueError: if the outputs differ, or if ``torch.nn`` has no equivalent for a layer (for example with Ghost,
@@ -66,7 +66,7 @@ def revert(net: nn.Module, example: Any = None, *, forward: network_call.Forward
 
 def _reason_to_refuse(layer: BatchNorm, graphs: list[Graph]) -> str:
     if type(layer) not in THEIRS and not isinstance(layer, NormAct):
-        return f"{type(layer).__name__} is a subclass"
+        return f"{type(layer).__name__} is a subclass of this library's layer"
     if len(layer.features) > 1:
         return "it normalizes per activation"
     if layer.statistics is not None and not isinstance(layer.statistics, Sync):

@@ -1,4 +1,4 @@
-"""Verify a converted network against the original: outputs, running statistics, gradients, outputs under autocast."""
+"""Verify a converted network against the original: outputs (also under autocast), running statistics, gradients."""
 
 from __future__ import annotations
 
@@ -79,8 +79,8 @@ def _compare_gradients(old: nn.Module, new: nn.Module, example: Any, forward: Fo
     name, error = _worst(now, was)
     if error <= EXACT:
         return
-    # A network may amplify rounding errors. To measure by how much, change the original's weights by about TINY
-    # (relative), which is more than the rounding errors of float64.
+    # A network may amplify rounding errors. To measure by how much, change the original's weights by a relative amount
+    # of about TINY, which is more than the rounding errors of float64.
     noise = _worst(_gradients(old, example, forward, training, change=TINY), was)[1]
     if error > AMPLIFICATION * noise:
         raise ValueError(f"the gradient of '{name}' differs by {error:.2e} (relative)")
@@ -143,8 +143,8 @@ def _compare_autocast(old: nn.Module, new: nn.Module, example: Any, forward: For
     if not moves <= 4 * max(moved, rounding) + 0.02:
         raise ValueError(
             "autocast changes the converted network's outputs too much: compared with the original without autocast,"
-            f" the converted network under autocast has a relative error of {moves:.2e}, and the original under"
-            f" autocast has one of {moved:.2e}"
+            f" the relative error under autocast is {moves:.2e} for the converted network, and {moved:.2e} for the"
+            " original"
         )
 
 

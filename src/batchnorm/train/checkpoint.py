@@ -77,7 +77,7 @@ def save(folder: Path, step: int, model: dict[str, Tensor], state: dict[str, Any
         for name, content in contents.items():
             write_atomically(temporary / name, content)
         sync(temporary)
-        if final.exists():  # a damaged checkpoint that was skipped, or a final network that is saved again
+        if final.exists():  # it is a damaged checkpoint that was skipped, or an earlier copy of the final network
             shutil.rmtree(final)
         os.rename(temporary, final)
     except BaseException:

@@ -1,4 +1,4 @@
-"""Training in one process or many: ranks, devices and communication."""
+"""Training in one or several processes: ranks, devices and communication."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Ranks:
     world_size: int = 1
     device: torch.device = CPU
     control: distributed.ProcessGroup | None = None
-    """with NCCL, a second process group, which communicates on the CPU; without NCCL, None"""
+    """with NCCL, a second process group (Gloo) for communication on the CPU; otherwise None"""
 
     @property
     def main(self) -> bool:
@@ -61,8 +61,8 @@ class Ranks:
     def average_statistics_(self, net: nn.Module) -> None:
         """Replace each running average by its mean over the ranks.
 
-        This method replaces DistributedDataParallel's default, which is to copy rank 0's averages to all ranks. A
-        single all-reduce averages all layers together. The method skips ``nn.SyncBatchNorm`` layers, layers with
+        DistributedDataParallel's default, in contrast, is to copy rank 0's averages to all ranks. The averages of all
+        layers are combined in a single all-reduce. The method skips ``nn.SyncBatchNorm`` layers, layers with
         ``statistics=Sync()``, and layers with frozen statistics.
         """
         if self.world_size == 1:
@@ -71,7 +71,7 @@ class Ranks:
             m
             for m in net.modules()
             if isinstance(m, TorchBatchNorm)
-            # Leave out averages that are already equal on all ranks, because averaging could change the last bit.
+            # Leave out averages that are already equal on all ranks, because averaging could change their last bit.
             and not isinstance(m, nn.SyncBatchNorm)
             and getattr(m, "statistics", None) != Sync()
             and not getattr(m, "frozen_statistics", False)
@@ -110,7 +110,7 @@ def ranks(device: str = "auto") -> Iterator[Ranks]:
     """Join the processes that ``torchrun`` started, or run as a single process.
 
     Args:
-        device: "cpu", "cuda", or "auto" (a GPU if there is one, else the CPU). On GPUs, each rank takes its own GPU.
+        device: "cpu", "cuda", or "auto" (a GPU if there is one, else the CPU). On GPUs, each rank uses its own GPU.
 
     Raises:
         ValueError: if the device is unknown, if it is "cuda" and there is no GPU, or if this machine has no GPU for

@@ -33,10 +33,10 @@ def evaluate(
 
     Args:
         runs: folders written by batchnorm train; the class probabilities of several runs are also averaged.
-        data: folder with val/CLASS/*.jpg or with val-*.tar; runs trained with --validate also accept the folder of
-            their training data.
+        data: folder with val/CLASS/*.jpg or with val-*.tar; for runs trained with --validate, the folder of the
+            training data is enough.
         crops: crops per image: 1 (center), 10, or 144 (4 scales x 3 squares x 6 crops, and their mirror images).
-        split: the split to evaluate on; a missing val is replaced by the images that --validate held out.
+        split: the split to evaluate on; if val is missing, the images that --validate held out are used.
         device: cpu, cuda, or auto (a GPU if there is one).
         batch_size: crops per forward pass, approximately.
         workers: processes per rank that decode images.

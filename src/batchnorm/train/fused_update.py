@@ -38,7 +38,8 @@ class FusedUpdate:
 
     Here w is a weight, g its gradient and v its momentum buffer. The momentum buffers are stored in the optimizer's
     state, as ``torch.optim.SGD`` stores them. After capturing a step as a CUDA graph, synchronize before you replay the
-    graph, because another stream copies a table that the graph reads. Keep this object until the last replay.
+    graph, because another stream copies a table that the graph reads. Keep this object until the last replay, because
+    it owns the table.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -111,7 +112,7 @@ class FusedUpdate:
         pinned, moved = self._spare
         self._captured.append(self._spare)
         self._spare = None
-        # This stream is not captured, so the table is copied now, and not in each replay of the graph.
+        # Work on this stream is not captured, so the table is copied now, and not in each replay of the graph.
         with torch.cuda.stream(self._stream):
             return moved.copy_(pinned.copy_(table), non_blocking=True)
 
@@ -119,7 +120,8 @@ class FusedUpdate:
 def same_layout(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors of the same shape have the same strides, except in dimensions of size 1.
 
-    A dimension of size 1 can have any stride: the kernel of a 1x1 convolution is both contiguous and channels last.
+    The stride of a dimension of size 1 does not matter. For example, the kernel of a 1x1 convolution is both contiguous
+    and channels last.
     """
     return all(n == 1 or i == j for n, i, j in zip(a.shape, a.stride(), b.stride(), strict=True))
 

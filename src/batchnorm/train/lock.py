@@ -19,7 +19,7 @@ LOCK_FILE = "train.lock"
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Inside the ``with`` block, keep other processes from training in a run's folder.
+    """Lock a run's folder during the ``with`` block, so that no other process trains in it.
 
     The operating system releases the lock however the process ends, so a killed run can be resumed at once. Locks may
     be unreliable on a network file system.
@@ -67,7 +67,7 @@ def _open(path: Path, folder: Path) -> IO[bytes]:
         except OSError as error:
             if error.errno not in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
                 warnings.warn(
-                    f"cannot lock {folder} ({error.strerror}): make sure that no second process uses the same --out",
+                    f"cannot lock {folder} ({error.strerror}): make sure that no other process uses the same --out",
                     stacklevel=4,
                 )
                 return file
@@ -81,7 +81,7 @@ def _open(path: Path, folder: Path) -> IO[bytes]:
 def _is_at(file: IO[bytes], path: Path) -> bool:
     """Return whether the locked file is still at this path; the previous holder of the lock may have removed it."""
     if sys.platform == "win32":
-        return True  # Windows cannot remove an open file
+        return True  # on Windows, an open file cannot be removed
     try:
         return os.path.samestat(os.fstat(file.fileno()), path.stat())
     except FileNotFoundError:

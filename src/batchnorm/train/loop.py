@@ -1,4 +1,4 @@
-"""Train a network on images with a recipe: one loop, from the first batch to the folded network."""
+"""Train a network on images with a recipe, from the first batch to the folded network."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .resume import RunState, claim_folder, resume_, save_state
 from .state_dicts import start_from_
 from .step import TrainStep, make_optimizer
 
-# With several ranks, the number of steps between two checks for a stop signal on any rank. Each check is an all-reduce.
+# With several ranks, check every this many steps whether any rank received a stop signal. Each check is an all-reduce.
 AGREE_EVERY = 10
 # The time left is estimated from the time that passes between these two steps, counted from this process's first step.
 TIMED = (10, 100)
@@ -50,13 +50,13 @@ def train(recipe: Recipe, options: Options) -> Result:
 
     Raises:
         FileNotFoundError: if the data is not found.
-        Stopped: after SIGTERM or Ctrl-C, once the state is saved.
+        Stopped: after SIGTERM or Ctrl-C; raised once a checkpoint is written.
         ValueError: if the device is not available, if the data, the folder or its checkpoints do not fit the recipe, or
             if another process trains in the same folder.
 
     Paper: Sec. 4.2.2; Alg. 2, l. 7-11 (after the last step)
     """
-    # With benchmark_limit=0, cuDNN tries all algorithms for each shape, once.
+    # With benchmark_limit=0, cuDNN tries all convolution algorithms once for each shape.
     tuned = torch.backends.cudnn.flags(enabled=True, benchmark=True, benchmark_limit=0)
     with (
         ranks(options.device) as here,
@@ -172,7 +172,11 @@ class _Training:
         return False
 
     def _train_on(self, images: Tensor, labels: Tensor, k: int) -> None:
-        """Take one step. Its random numbers depend only on seed, step and rank, so checkpoints hold no random state."""
+        """Take one step.
+
+        The random numbers of a step depend only on the seed, the step and the rank, so checkpoints need not store the
+        state of random number generators.
+        """
         rate = self.recipe.rate_at(self.step, len(self.batches))
         self._seed(seed_at(self.recipe.seed, 1, self.step, self.ranks.rank))  # dropout uses this seed
         generator = torch.Generator().manual_seed(seed_at(self.recipe.seed, 2, self.step))
@@ -330,7 +334,7 @@ class _Training:
 
 
 def _class_mismatch(train: tuple[str, ...], val: tuple[str, ...]) -> str:
-    """Describe how the classes of the two splits differ.
+    """Describe how the classes of the training and validation data differ.
 
     >>> _class_mismatch(("cat", "dog"), ("cat", "fish"))
     "train and val must have the same classes, but only train has 'dog'"

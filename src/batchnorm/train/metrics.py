@@ -26,8 +26,8 @@ from .distributed import Ranks
 class Metrics:
     """Append records to a JSON Lines file; a resumed run continues the file without gaps or duplicates.
 
-    A checkpoint stores :meth:`position`, the length that is safely on disk. A resumed run truncates the file to that
-    length and writes the later lines again.
+    A checkpoint stores :meth:`position`, the length of the file when the checkpoint was written. A resumed run
+    truncates the file to that length and writes the later lines again.
 
     >>> import tempfile
     >>> path = Path(tempfile.mkdtemp(), "metrics.jsonl")
@@ -67,7 +67,7 @@ class Metrics:
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """Add the file's name to an OSError: errors from writing to an open file lack the name."""
+        """Add the file's name to an OSError, because errors from writing to an open file do not include it."""
         try:
             yield
         except OSError as error:
@@ -95,7 +95,7 @@ class Logger:
             board = require("torch.utils.tensorboard", "train").SummaryWriter(str(folder / "tensorboard"))
             self.board = self._open.enter_context(closing(board))
         self.started, self._text = time.perf_counter(), ""
-        # With every=inf, Display prints no lines of progress if there is no terminal; log() prints the records.
+        # Without a terminal, Display would print lines of progress. Disable them, because log() prints the records.
         self.display = self._open.enter_context(Display(every=math.inf))
         self.display.add("training", total)
 

@@ -19,8 +19,8 @@ class Options:
     """
 
     data: Path
-    """folder with train/CLASS/*.jpg and val/CLASS/*.jpg, or with train-*.tar and val-*.tar shards; with --validate
-    0.1, the training images are enough"""
+    """folder with train/CLASS/*.jpg and val/CLASS/*.jpg, or with train-*.tar and val-*.tar shards; with --validate,
+    only the training images are needed"""
     out: Path | None = None
     """folder for the results, by default runs/NAME (for batchnorm compare, runs/compare-NAME); if the folder holds an
     unfinished run of the same recipe, that run is resumed"""
@@ -29,14 +29,14 @@ class Options:
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """auto is bf16 on a GPU and fp32 on the CPU"""
     compile: Literal["network", "nothing"] | None = None
-    """what torch.compile compiles; the default is network for the paper's network on several GPUs, and nothing
-    otherwise"""
+    """what torch.compile compiles: network or nothing; the default is network if the paper's network is trained on
+    several GPUs, and nothing otherwise"""
     graph: bool | None = None
     """capture the training step as a CUDA graph; by default, only for the paper's network on a single GPU"""
     workers: int = WORKERS
     """processes per rank that decode images; 0 decodes in the training process"""
     cache: Literal["none", "device"] = "none"
-    """device: keep the decoded images in device memory, and stop with an error if they do not fit"""
+    """--cache device keeps the decoded images in device memory, and stops with an error if they do not fit"""
     decoded: Path | None = None
     """with --cache device, a folder that stores the decoded images for the next run on the same data"""
     log_every: int = 100
@@ -48,7 +48,7 @@ class Options:
     evaluate_batch: int = 256
     """examples per validation batch, over all ranks"""
     estimate_batches: int = 200
-    """number of training batches to estimate the population statistics from, at the end (Alg. 2, l. 10)"""
+    """number of training batches from which the population statistics are estimated after training (Alg. 2, l. 10)"""
     score_training: bool = False
     """also score the final network on the training images, cropped to their center square"""
     targets: tuple[float, ...] = ()
@@ -56,7 +56,7 @@ class Options:
     max_steps: int | None = None
     """stop after this many steps, even if the recipe has more; run again with a larger number to continue"""
     monitor_every: int = 0
-    """steps between records of the percentiles of every nonlinearity's inputs (Fig. 1 b, c); 0 records none"""
+    """steps between records of the percentiles of each nonlinearity's inputs, as in Fig. 1 (b, c); 0 disables them"""
     tensorboard: bool = False
     """also write scalars for TensorBoard"""
 

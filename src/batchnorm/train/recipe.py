@@ -42,14 +42,15 @@ class Recipe:
     name: str = "inception"
     """name of the run"""
 
-    factory: str = ""  # the option --network; here, the name network is taken by a method
+    factory: str = ""  # set by the option --network; the name `network` is already used by a method
     """train another network: torchvision:NAME, timm:NAME, or a function that returns your network, given as
-    FILE.py:FUNCTION or MODULE:FUNCTION; an argument named classes gets the number of classes"""
+    FILE.py:FUNCTION or MODULE:FUNCTION; if the function has a parameter named classes, it gets the number of
+    classes"""
     normalize: Change = "as-is"
     """before training, insert batch normalization into your network, convert its batch normalization to this library's
     layers, or remove it"""
 
-    start: str = ""  # the option --from; in Python, the word from is reserved
+    start: str = ""  # set by the option --from; `from` is a keyword in Python
     """start with the weights of a finished run, or of a state dict in a .safetensors or .pt file; the last layer gets
     new weights if its number of classes differs"""
     freeze_statistics: bool = False
@@ -61,12 +62,12 @@ class Recipe:
     """the nonlinearity"""
     dropout: float = 0.4
     """dropout probability before the classifier"""
-    local_response: bool = True  # the paper does not say where it is applied, and gives no constants
+    local_response: bool = True  # the paper does not say where these layers are, and gives no constants
     """local response normalization"""
     per_activation: tuple[str, ...] = ()  # the paper does not say which layers are its "last hidden layers"
-    """layers (rows of the paper's table) that are normalized per activation"""
+    """layers that are normalized per activation, named as in the rows of the paper's table"""
     stem: Literal["separable", "plain"] = "separable"
-    """the first convolution"""
+    """kind of the first convolution"""
     projection: Literal[96, 128] = 96  # the paper's table contradicts itself
     """number of filters of the pool projection in modules 4c and 4d"""
     width: float = 1.0
@@ -148,7 +149,7 @@ class Recipe:
                 elif isinstance(layer, TorchBatchNorm) and not (sync and isinstance(layer, nn.SyncBatchNorm)):
                     field = "statistics=sync" if sync else "freeze_statistics"
                     raise ValueError(
-                        f"{field} needs this library's layers, but {name} is torch.nn's: add --normalize convert"
+                        f"{field} needs this library's layers, but {name} is a torch.nn layer: add --normalize convert"
                     )
         if self.freeze_statistics:
             freeze_(net, affine=False)
@@ -176,7 +177,8 @@ class Recipe:
     def rate_at(self, step: int, steps_per_epoch: int) -> float:
         """Return the learning rate at a step: rate * decay^floor(step / (decay_epochs * steps_per_epoch)).
 
-        The paper says only "exponentially"; the staircase is GoogLeNet's schedule (x 0.96 every 8 epochs).
+        The paper says only that the learning rate decays "exponentially". This staircase is GoogLeNet's schedule
+        (x 0.96 every 8 epochs).
 
         >>> recipe = Recipe(rate=1.0, decay=0.5, decay_epochs=10)
         >>> [recipe.rate_at(step, steps_per_epoch=1) for step in (0, 9, 10, 25)]
@@ -291,7 +293,7 @@ INCEPTION_SIGMOID = replace(INCEPTION, name="inception-sigmoid", activation="sig
 # Section 4.2.3: six networks, "each based on BN-x30, modified via some of the following: increased initial weights in
 # the convolutional layers; using Dropout (with the Dropout probability of 5% or 10%[...]); and using non-convolutional,
 # per-activation Batch Normalization with last hidden layers of the model". The paper does not say which network has
-# which modification, by how much the weights are increased, and which layers are "last hidden layers".
+# which modification, by how much the weights are increased, or which layers are "last hidden layers".
 LARGE_INIT, LAST_LAYERS = 2.0, ("5b",)
 MEMBERS: dict[str, Recipe] = {
     f"bn-x30-{name}": replace(BN_X30, name=f"bn-x30-{name}", seed=seed, **changes)  # type: ignore[arg-type]

@@ -48,7 +48,7 @@ def claim_folder(
     taken = checkpoint.newest_step(out / "checkpoints")
     if planned_steps is not None and taken > planned_steps:
         raise ValueError(
-            f"{out} has already trained for {taken:,} steps, but --epochs {recipe.epochs:g} gives only"
+            f"the run in {out} has already trained for {taken:,} steps, but --epochs {recipe.epochs:g} gives only"
             f" {planned_steps:,} steps: increase --epochs, or choose another --out"
         )
     known = out / "data.json"
@@ -68,7 +68,7 @@ class RunState(NamedTuple):
     positions: tuple[int, int] = (0, 0)
     """lengths of metrics.jsonl and monitor.jsonl, in bytes"""
     sums: Tensor | None = None
-    """this rank's sums of loss, correct predictions and examples since the last training loss in metrics.jsonl"""
+    """this rank's total loss, correct predictions and examples since the last record of the training loss"""
 
 
 def save_state(folder: Path, state: RunState, net: nn.Module, optimizer: torch.optim.Optimizer, here: Ranks) -> None:

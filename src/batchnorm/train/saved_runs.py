@@ -35,7 +35,7 @@ class SavedRun(NamedTuple):
 
     @property
     def weights(self) -> str | None:
-        """The manifest's SHA-256 of the final network's weights, or None if there is no final network yet."""
+        """The SHA-256 of the final network's weights, from its manifest, or None if there is no final network yet."""
         return checkpoint.weights_digest(self.folder / "final")
 
     def load(self, classes: Sequence[str]) -> nn.Module:
@@ -196,7 +196,9 @@ def _load_weights(net: nn.Module, model: dict[str, Tensor], folder: Path, classe
 
 
 def open_runs(folders: Sequence[Path], *, trust: bool = False) -> dict[str, SavedRun]:
-    """Open runs whose predictions can be averaged, and return them by unique name; see :func:`open_run` for ``trust``.
+    """Open runs, check that their predictions can be averaged, and return a dict from unique names to runs.
+
+    See :func:`open_run` for ``trust``.
 
     Raises:
         FileNotFoundError: if a folder is not the folder of a run.
@@ -222,7 +224,9 @@ def open_runs(folders: Sequence[Path], *, trust: bool = False) -> dict[str, Save
 def open_for(
     runs: dict[str, SavedRun], data: Path, crops: Count, split: str, here: Ranks, batch_size: int, workers: int
 ) -> SquareBatches:
-    """Open a split at the runs' image size; if ``val`` is missing, open the images that the runs held out instead.
+    """Open a split of the data, with crops of the runs' image size.
+
+    If ``split`` is "val" and the data has no such split, open the images that the runs held out for validation.
 
     Raises:
         FileNotFoundError: if the data is not found.

@@ -25,8 +25,8 @@ from .loss import cross_entropy
 from .recipe import Recipe
 
 Compile = Literal["network", "nothing"]
-# The numbers of warm-up steps before a CUDA graph is captured. Warm-up steps allocate memory and tune kernels. For
-# DistributedDataParallel, torch's notes on CUDA graphs ask for 11 steps.
+# The number of warm-up steps before a CUDA graph is captured, in one process and with DistributedDataParallel. Warm-up
+# steps allocate memory and tune kernels. Torch's notes on CUDA graphs ask for 11 steps with DistributedDataParallel.
 WARMUP, WARMUP_DISTRIBUTED = 3, 11
 # torch 2.13 deprecates broadcast_buffers in favor of forward_sync_buffers.
 _RENAMED = "forward_sync_buffers" in signature(nn.parallel.DistributedDataParallel).parameters
@@ -66,7 +66,7 @@ class Shadows:
 
     Args:
         net: the network.
-        aside: whether to compute the weights' gradients on a separate CUDA stream.
+        aside: whether to compute the weights' gradients on separate CUDA streams.
     """
 
     def __init__(self, net: nn.Module, aside: bool = False) -> None:
@@ -98,7 +98,7 @@ class Shadows:
         self._updates: list[FusedUpdate] = []
 
     def _join(self, net: nn.Module, names: dict[int, str]) -> None:
-        """If a module concatenates kernels, store their copies side by side, so that concatenation copies no data."""
+        """If a module concatenates kernels, make their copies adjacent in memory, so that no data is copied."""
         for module in net.modules():
             kernels = module.joined_kernels() if isinstance(module, InceptionModule) else []
             joined = [names.get(id(kernel), "") for kernel in kernels]
@@ -184,8 +184,8 @@ class TrainStep:
         cast_once: keep bfloat16 copies of convolution and linear weights, and update all copies together in each
             step, instead of casting each weight when it is used. This takes fewer kernel launches; the results are the
             same up to rounding. The option has no effect without ``bf16`` or with several processes.
-        graph: capture the whole step as a CUDA graph. If the network is not compiled, its Inception branches run in
-            parallel, and with ``cast_once`` the gradients of its weights are computed on other streams.
+        graph: capture the whole step as a CUDA graph. If the network is not compiled, the branches of its Inception
+            modules then run in parallel and, with ``cast_once``, weight gradients are computed on other streams.
         batch: the number of examples in this rank's part of a full batch. A batch of another size, such as an epoch's
             last batch, runs without the graph and, in a single process, without compilation. None means that all
             batches have the same size.
@@ -260,7 +260,7 @@ class TrainStep:
         self.sums += torch.stack([loss.double() * len(labels), right, torch.full_like(right, len(labels))])
 
     def _share(self, labels: Tensor) -> Tensor | float:
-        """Return a weight for this rank's mean loss; the weighted losses average to the mean loss of all examples."""
+        """Return a weight for this rank's mean loss; the ranks' weighted losses average to the overall mean loss."""
         if self.ranks.world_size == 1:
             return 1.0
         # Use float64, so that a weight such as 2/3 is not rounded to float32.
@@ -269,13 +269,16 @@ class TrainStep:
 
 
 class _Graph:
-    """Run a function ``warmup`` times, then capture it as a CUDA graph and replay the graph; input shapes are fixed."""
+    """Run a function directly in the first ``warmup`` calls, and as a CUDA graph in later calls.
+
+    The inputs must have the same shapes in all calls.
+    """
 
     def __init__(self, function: Any, warmup: int) -> None:
         self.function, self.left = function, warmup
         self.inputs: tuple[Tensor, ...] | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
-        # This stream has a higher priority than the stream of the weight gradients, which are needed last.
+        # This stream has a higher priority than the streams of the weight gradients, which are needed last.
         self.stream = torch.cuda.Stream(priority=-1)
 
     def __call__(self, *inputs: Tensor) -> None:
@@ -296,8 +299,8 @@ class _Graph:
 
     def _capture(self, inputs: tuple[Tensor, ...]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
-        # In the default mode, the capture fails if another thread, such as NCCL's watchdog, makes certain CUDA calls
-        # at the same time.
+        # In the default error mode, the capture fails if another thread, such as NCCL's watchdog, makes certain CUDA
+        # calls at the same time.
         with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
             self.function(*inputs)
         with torch.cuda.device(self.stream.device):

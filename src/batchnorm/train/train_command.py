@@ -99,7 +99,7 @@ def train(
     0 if the run finished, 1 if it diverged, and 130 if it was stopped.
 
     Args:
-        recipe: one of the paper's runs; with --network, the run whose learning rate, schedule and augmentation to use,
+        recipe: one of the paper's runs; with --network, the run that sets the learning rate, schedule and augmentation,
             by default bn-x5
         options: data, folder, device and how often to report.
         overrides: fields of the recipe to change.
@@ -157,7 +157,7 @@ def describe(
         recipe: the run of the paper whose network to describe.
         classes: number of classes.
         size: height and width of the images.
-        stem: the first convolution.
+        stem: kind of the first convolution.
         projection: number of filters of the pool projection in modules 4c and 4d, where the paper's table contradicts
             itself.
     """

@@ -54,8 +54,8 @@ class Preprocessing:
 
         Args:
             images: one or several files, Pillow images or uint8 tensors of shape (3, height, width), or one tensor of
-                shape (images, 3, height, width). Large JPEG files are decoded at a reduced size, which is faster, so
-                their pixels differ slightly from those of a Pillow image.
+                shape (images, 3, height, width). To save time, large JPEG files are decoded at a reduced size, so their
+                pixels differ slightly from those of the same image given as a Pillow image.
 
         Raises:
             OSError: if a file cannot be read.

@@ -68,7 +68,7 @@ class InceptionRow(NamedTuple):
         return self.one + self.three + self.double33 + (self.projection or inputs)
 
     def times(self, width: float) -> InceptionRow:
-        """Return the row with all filter counts multiplied by ``width`` and rounded, as by :func:`scaled`."""
+        """Return the row with all filter counts scaled by ``width``; see :func:`scaled`."""
         one, reduce3, three, reduce33, double33 = (scaled(n, width) for n in self[2:7])
         projection = scaled(self.projection, width)
         return InceptionRow(self.name, self.stride, one, reduce3, three, reduce33, double33, self.pool, projection)
@@ -126,7 +126,7 @@ class Unit(nn.Sequential):
         return product
 
     def pools(self, pool: nn.Module, x: Tensor | torch.fx.Proxy) -> bool:
-        """Return whether :meth:`pooled` may replace calling the unit and then ``pool``."""
+        """Return whether :meth:`pooled` may replace a call of the unit and a call of ``pool`` on its output."""
         if torch.compiler.is_compiling() or type(pool) is not MaxPool2d:
             return False
         if len(self) != 2 or not isinstance(self[1], BatchNorm2d):
@@ -246,7 +246,7 @@ class InceptionModule(nn.Module):
 
     A rearranged module computes the 1x1 convolutions of its input as one convolution with concatenated weights. In an
     average pooling branch, a rearranged module pools after the projection instead of before it, because the projection
-    reduces the number of channels; the result is the same, since avg(Wx) = W avg(x).
+    reduces the number of channels. The result is the same, because avg(Wx) = W avg(x).
 
     If this library's kernels support every branch, the branches write directly to their channels of the module's
     output, and in training several branches are normalized together. In evaluation on a GPU with gradients disabled,
@@ -361,7 +361,7 @@ class InceptionModule(nn.Module):
         if any(unit.conv.bias is not None for unit in units.values()):
             return False
         autocast = torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) != x.dtype
-        several = x.numel() > x.shape[1] * stride**2  # if True, each output channel has more than one value
+        several = x.numel() > x.shape[1] * stride**2  # whether each output channel has more than one value
         return several and not autocast and all(map(is_quiet, (*used, *layers))) and can_join(layers, x)
 
     def _ends(self) -> tuple[Unit, Unit]:

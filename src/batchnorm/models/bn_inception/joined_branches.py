@@ -4,8 +4,8 @@ An Inception module splits the output of one convolution among several batch nor
 outputs of its branches. A slice is a range of a tensor's channels. In the forward pass, the GPU kernels read slices of
 the convolution's output and write slices of the concatenated output. In the backward pass, the GPU kernels read slices
 of the concatenated output's gradient and write slices of the gradient of the convolution's output. One call normalizes
-all branches that can be normalized at the same time. The weights of several convolutions are joined into one tensor,
-without a copy if the weights are adjacent in memory.
+all branches whose inputs are available at the same time. The weights of several convolutions are joined into one
+tensor, without a copy if the weights are adjacent in memory.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _vectors(bn: BatchNorm2d) -> list[tuple[dict[str, Tensor | None], tuple[str,
 
 
 def normalize_together(parts: Sequence[Part], *sources: Tensor) -> tuple[Tensor, ...]:
-    """Run the layers of all parts and return their outputs; :func:`can_join` says which layers and tensors are valid.
+    """Run the layers of all parts and return their outputs; :func:`can_join` must accept the layers and tensors.
 
     With batch statistics, at most four parts are supported. Each launch processes all parts, but if the inputs are
     large, the forward pass normalizes one part at a time. The running averages are updated, except when activation
@@ -265,7 +265,7 @@ def join_kernels(kernels: Sequence[Tensor]) -> Tensor:
     """Concatenate 1x1 convolution kernels along the output channels, without a copy if they are adjacent in memory.
 
     The kernels are always copied if one of them is a tensor subclass, or if a compiler, a ``torch.func`` transform,
-    forward-mode differentiation, a tracer or a mode is active.
+    forward-mode differentiation, a tracer, a torch-function mode or a torch-dispatch mode is active.
     """
     if not is_unseen(*kernels) or is_forward_mode():
         return torch.cat(list(kernels))

@@ -64,10 +64,10 @@ def inception(
 ) -> nn.Sequential:
     """Build the appendix network, from the image to the class scores.
 
-    The defaults build the network of BN-x5 and BN-x30. The paper's Inception without batch normalization is
-    ``norm=None, local_response=True, dropout=0.4``. For small images, early strides are dropped so that the last map is
-    at least 4x4: below 97 px the first max pool is left out, and below 49 px the first convolution has stride 1
-    instead of 2.
+    The defaults build the network of the paper's BN-x5 and BN-x30. To build the paper's Inception without batch
+    normalization, pass ``norm=None, local_response=True, dropout=0.4``. For small images, early strides are dropped so
+    that the last feature map is at least 4x4: below 97 px the first max pool is left out, and below 49 px the first
+    convolution has stride 1 instead of 2.
 
     Args:
         classes: the number of classes.
@@ -80,8 +80,8 @@ def inception(
         local_response: apply local response normalization after the first pool and before the second, as GoogLeNet
             does; the paper does not say where its network applies it.
         dropout: probability of the dropout before the classifier.
-        per_activation: rows, such as ("5b",), whose normalization has statistics, gamma and beta for each activation
-            instead of each feature map.
+        per_activation: the names of Inception modules, such as ("5b",), whose batch normalization has statistics, gamma
+            and beta for each activation instead of each feature map.
         width: factor for all numbers of filters: 1 for the paper's network, less for quick trials on a CPU.
         init: "kaiming", or "xavier", which was usual in 2014; the paper does not say how it initialized the weights.
         init_scale: factor for the initial weights of the convolutions, except the depthwise one.
@@ -105,8 +105,8 @@ def inception(
         raise ValueError(f"the network takes images of 32 px or more, not {size}: choose a larger size")
     if unknown or (per_activation and norm is None):
         raise ValueError(
-            f"per_activation={tuple(per_activation)}: name Inception modules from 3a to 5b, and use batch normalization"
-            " (norm='batch')"
+            f"per_activation={tuple(per_activation)} must name Inception modules from 3a to 5b, and needs batch"
+            " normalization (norm='batch')"
         )
 
     def unit(inputs: int, outputs: int, kernel: int, stride: int, out: int, row: str = "") -> Unit:
@@ -213,8 +213,8 @@ def initialize_(
     """Draw the weights of convolutions and linear layers from Gaussians, in place; biases become 0.
 
     The standard deviation is scale * sqrt(2 / fan_in) for kaiming and scale * sqrt(2 / (fan_in + fan_out)) for xavier.
-    For linear layers and depthwise convolutions, which no nonlinearity follows, ``scale`` is not applied, and the
-    standard deviation for kaiming is sqrt(1 / fan_in).
+    Linear layers and depthwise convolutions are not followed by a nonlinearity. For them, ``scale`` is not applied, and
+    the standard deviation for kaiming is sqrt(1 / fan_in).
 
     >>> net = nn.Linear(3, 2); initialize_(net, "xavier", seed=0); net.bias.tolist()
     [0.0, 0.0]
@@ -241,8 +241,9 @@ class LocalResponseNorm(nn.LocalResponseNorm):
 
         y_c = x_c (k + alpha / n sum_{|c' - c| <= n/2} x_{c'}^2)^-beta
 
-    Torch computes the sum by pooling over an additional dimension, in another memory format. For channels-last tensors
-    on a GPU, this module computes the sum as a 1x1 convolution with a banded matrix.
+    Torch computes the sum by pooling over an additional dimension, in a memory format other than channels last. For
+    channels-last tensors on a GPU, this module avoids the change of format: it computes the sum as a 1x1 convolution
+    with a banded matrix.
 
     >>> norm, x = LocalResponseNorm(5, alpha=0.5), torch.randn(2, 8, 3, 3)
     >>> torch.allclose(norm.convolved(x), norm(x), atol=1e-5)
@@ -268,7 +269,7 @@ class LocalResponseNorm(nn.LocalResponseNorm):
 @cache
 def _neighbors(channels: int, size: int, factor: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the 1x1 kernel that adds up the ``size`` channels around each channel and multiplies by ``factor``."""
-    with torch.inference_mode(False):  # autograd would reject a cached inference tensor
+    with torch.inference_mode(False):  # autograd cannot save an inference tensor, and this one is cached
         c = torch.arange(channels)
         distance = c[None, :] - c[:, None]
         near = (distance >= -(size // 2)) & (distance <= (size - 1) // 2)

@@ -96,7 +96,7 @@ class _NormalizeAndPool(torch.autograd.Function):
 def _sums_launch(
     shape: torch.Size, align: int, dy_row: int, itemsize: int, device: torch.device
 ) -> tuple[TritonLaunch, tuple[int, int]]:
-    """Return the launch that sums gamma's and beta's gradients, and how many floats and counters its workspace has."""
+    """Return the launch that sums gamma's and beta's gradients, and its workspace's size in floats and counters."""
     from .triton.max_pool import max_sums
 
     t = ColumnTiles(shape, align, 2, itemsize)

@@ -59,9 +59,9 @@ def pixel_blocks(x: Tensor, before: int, taps: int) -> Tensor:
     """Return images as blocks of 2x2 pixels, padded by blocks of zeros.
 
     There are ``before`` blocks of padding above and to the left of each image, and ``taps - 1 - before`` blocks below
-    and to the right. The result has the shape (N, channels, rows, columns) and is channels last. Its number of
-    channels, four times that of the images, is rounded up to a multiple of 8 for tensor cores. Under autocast, blocks
-    that a Triton kernel writes have autocast's dtype.
+    and to the right. The result has the shape (N, channels, rows, columns) and is channels last. It has four times as
+    many channels as the images, rounded up to a multiple of 8 for tensor cores. If a Triton kernel writes the blocks
+    under autocast, they have autocast's dtype.
 
     >>> pixel_blocks(torch.arange(16.0).view(1, 1, 4, 4), 0, 1)[0, :4, 0, 0]
     tensor([0., 1., 4., 5.])

@@ -1,6 +1,6 @@
 """Torch's pooling modules, with this library's kernels for channels-last CUDA tensors.
 
-For the backward pass of max pooling, torch saves an index of eight bytes per maximum; these kernels save four bits.
+For the backward pass of max pooling, torch saves an 8-byte index per maximum; these kernels save four bits.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ...ops.torch_state import is_unseen
 from .channels_last import ChannelTiles, ColumnTiles, alignment, empty, readable, takes
 
 PIXELS, CHANNELS = 64, 128  # tile size of the kernels in triton/global_pool.py
-UNROLL = 2  # rows of windows per iteration of unrolled max pooling loops; unrolling saves copies between registers
+UNROLL = 2  # unroll factor of the max pooling loops over rows; unrolling avoids copies between registers
 
 
 class MaxPool2d(nn.MaxPool2d):
-    """Take the maximum of 3x3 windows, with padding 1.
+    """Apply 3x3 max pooling with padding 1.
 
     >>> MaxPool2d(2)(torch.arange(16.0).view(1, 1, 4, 4))
     tensor([[[[ 5.,  7.],
@@ -43,7 +43,7 @@ class MaxPool2d(nn.MaxPool2d):
 
     @property
     def has_kernel(self) -> bool:
-        """Whether a kernel supports the options: stride 1 or 2, and all other options as ``__init__`` sets them."""
+        """Whether a kernel supports the options: stride 1 or 2, and otherwise the values set by ``__init__``."""
         options = (self.kernel_size, self.padding, self.dilation, self.return_indices, self.ceil_mode)
         return options == (3, 1, 1, False, False) and self.stride in (1, 2)
 
@@ -51,7 +51,7 @@ class MaxPool2d(nn.MaxPool2d):
 class AvgPool2d(nn.AvgPool2d):
     """Average 3x3 windows at stride 1, counting only the pixels inside the image.
 
-    >>> AvgPool2d()(torch.ones(1, 1, 2, 2))  # constants do not change, even at the border
+    >>> AvgPool2d()(torch.ones(1, 1, 2, 2))  # a constant image does not change, even at the border
     tensor([[[[1., 1.],
               [1., 1.]]]])
 
@@ -67,7 +67,7 @@ class AvgPool2d(nn.AvgPool2d):
 
     @property
     def has_kernel(self) -> bool:
-        """Whether a kernel supports the options: all options must be as ``__init__`` sets them."""
+        """Whether a kernel supports the options, which must have the values set by ``__init__``."""
         options = (self.kernel_size, self.stride, self.padding, self.ceil_mode, self.count_include_pad)
         return options == (3, 1, 1, False, False) and self.divisor_override is None
 
@@ -81,7 +81,7 @@ def max_pool(x: Tensor, stride: int) -> Tensor:
 class GlobalAvgPool2d(nn.AdaptiveAvgPool2d):
     """Average each channel over all pixels.
 
-    On a GPU, the gradient of the input is channels last, unlike that of torch's module.
+    On a GPU, unlike with ``nn.AdaptiveAvgPool2d``, the gradient of the input is in channels-last format.
     """
 
     def __init__(self) -> None:
@@ -139,8 +139,8 @@ def _max_pool(x: Tensor, stride: int) -> tuple[Tensor, Tensor]:
 def max_pool_into(x: Tensor, y: Tensor, where: Tensor, stride: int, stats: Tensor | None = None) -> None:
     """Write the maxima of 3x3 windows of ``x`` to ``y``, and the positions of the maxima to ``where``.
 
-    ``y`` may be a range of the channels of a larger tensor. If ``stats`` is given, normalize by these batch statistics
-    and apply ReLU before pooling.
+    ``y`` may be a slice of a larger tensor along the channels. If ``stats`` is given, normalize by these batch
+    statistics and apply ReLU before pooling.
     """
     row, y_row = row_stride(x), row_stride(y)
     align = gcd(alignment(x), y_row)
@@ -194,7 +194,7 @@ def max_pool_gradient(
 def backward_launch(
     shape: torch.Size, align: int, dy_row: int, stride: int, itemsize: int, device: torch.device
 ) -> TritonLaunch:
-    """Return the launch that writes the gradient of a max pool's input; ``shape`` is the shape of that input."""
+    """Return the kernel launch that writes the gradient of max pooling's input, which has shape ``shape``."""
     from .triton.max_pool import max_backward_1, max_backward_2
 
     t = ColumnTiles(shape, align, stride, itemsize)
@@ -216,8 +216,8 @@ def _average_pool(x: Tensor, backward: bool) -> Tensor:
 def average_into(x: Tensor, y: Tensor, backward: bool) -> None:
     """Write the averages of 3x3 windows of ``x`` to ``y``.
 
-    If ``backward``, ``x`` is the gradient of such averages, and the gradient of the averaged tensor is written to
-    ``y``. Both tensors may be ranges of the channels of larger tensors.
+    If ``backward``, ``x`` is the gradient of the averages, and the gradient of the pooling's input is written to ``y``.
+    Both tensors may be slices of larger tensors along the channels.
     """
     from .triton.average_pool import average
 
@@ -259,11 +259,11 @@ def _keep_places(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _second_max_gradient(ctx: Any, ddx: Tensor) -> tuple[Tensor | None, ...]:
-    """Return the gradient of dy: the values of ``ddx`` at the maxima, and 0 for windows with the position NOWHERE."""
+    """Return the gradient of dy: the values of ``ddx`` at the maxima, and 0 for windows that pass no gradient on."""
     (where,) = ctx.saved_tensors
     bits = torch.stack((where & 15, where >> 4), 2).flatten(1, 2)[:, : ddx.shape[1]].long()
     # triton/max_pool.py defines the bits of a position. UP and LEFT become the offset -1, and DOWN and RIGHT become 1.
-    # NOWHERE has all bits set, so both of its offsets become 0.
+    # NOWHERE (15) marks windows that pass no gradient on. It has all bits set, so both of its offsets become 0.
     row, column = (bits >> 3 & 1) - (bits >> 2 & 1), (bits >> 1 & 1) - (bits & 1)
     rows, columns = (torch.arange(n, device=where.device) * ctx.stride for n in where.shape[2:])
     at = (rows[:, None] + row) * ddx.shape[3] + columns + column
@@ -272,7 +272,7 @@ def _second_max_gradient(ctx: Any, ddx: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _average_gradient(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
-    # Averaging is linear, so its backward pass is the transposed map, and the backward pass of that map is averaging.
+    # Average pooling is linear. Its backward pass is the transposed map, whose own backward pass is average pooling.
     return torch.ops.batchnorm.average_pool(dy, not ctx.backward), None
 
 

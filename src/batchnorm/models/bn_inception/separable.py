@@ -11,10 +11,10 @@ from ...ops import dispatch
 from ...ops.cuda.schedule import power_up, up
 from ...ops.torch_state import is_forward_mode, is_unseen
 
-CHANNELS = 8  # number of output channels that a program of the forward kernel computes
-# A program of the backward kernel keeps the composed weight's gradient for one input channel on chip. LARGEST is
-# the maximum number of values of that gradient, with the number of output channels and the size of a filter rounded up
-# to powers of two.
+CHANNELS = 8  # number of output channels per program of the forward kernel
+# A program of the backward kernel keeps on chip the composed weight's gradient for one input channel. This gradient has
+# one filter per output channel; the number of filters and their size are padded to powers of two. LARGEST is the
+# maximum number of values of the padded gradient.
 LARGEST = 2**14
 
 

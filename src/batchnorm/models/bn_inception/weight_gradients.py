@@ -22,12 +22,11 @@ class WeightGradients:
 
     Use the object in a ``with`` statement around the forward pass. Then iterate over :meth:`backward`, which computes
     the gradients, and call :meth:`wait`. The gradients of weights that :func:`convolve` and :func:`linear` use are
-    computed on two separate streams, which take turns. If any parameter is used more than once, all gradients are
-    computed on the current stream, because autograd would add up the gradients of that parameter without waiting for
-    other streams.
+    computed alternately on two separate streams. If any parameter is used more than once, all gradients are computed on
+    the current stream, because autograd would add up the gradients of that parameter without waiting for other streams.
 
-    A cut is a tensor at which the backward pass is divided, so that weights can be updated before the whole pass ends;
-    see :func:`note_cut`.
+    A cut is a tensor at which the backward pass is divided into segments, so that some weights can be updated before
+    the whole pass ends; see :func:`note_cut`.
     """
 
     # If more than AHEAD gradients are pending and their inputs take more than BYTES bytes, the backward pass waits for
@@ -35,8 +34,8 @@ class WeightGradients:
     AHEAD, BYTES = 2, 2**29
 
     def __init__(self) -> None:
-        # With two streams instead of one, a step at batch 32 is about 1% faster, because a long kernel on one stream
-        # does not delay the gradients on the other. Three streams are slower.
+        # With two streams instead of one, a step at batch size 32 is about 1% faster, because a long kernel on one
+        # stream does not delay the gradients on the other. Three streams are slower.
         self.streams = deque([torch.cuda.Stream(), torch.cuda.Stream()])
         self.update_stream = torch.cuda.Stream()
         self.pending: deque[tuple[torch.cuda.Event, tuple[Tensor, ...]]] = deque()
@@ -79,7 +78,7 @@ class WeightGradients:
     def beside(self) -> Iterator[None]:
         """Run the ``with`` block on one of ``self.streams``.
 
-        The tensors that the block reads must stay in memory until :meth:`wait`.
+        The caller must keep the tensors that the block reads alive until :meth:`wait` is called.
         """
         current, stream = torch.cuda.current_stream(), self.streams[0]
         self.streams.rotate()
@@ -92,7 +91,7 @@ class WeightGradients:
     def updating(self) -> Iterator[None]:
         """Run the ``with`` block on ``self.update_stream``, after all gradient computations launched so far.
 
-        The tensors that the block reads must stay in memory until :meth:`wait`.
+        The caller must keep the tensors that the block reads alive until :meth:`wait` is called.
         """
         for stream in self.others | {torch.cuda.current_stream()}:
             self.update_stream.wait_stream(stream)
@@ -123,7 +122,7 @@ class WeightGradients:
 
     def wait(self) -> None:
         """Make the current stream wait for all gradients and for the blocks of :meth:`beside` and :meth:`updating`."""
-        for stream in self.others:  # a CUDA graph capture must join exactly the streams that it uses
+        for stream in self.others:  # a CUDA graph capture must join the streams that it used, and no others
             torch.cuda.current_stream().wait_stream(stream)
         self.pending.clear()
         self.others.clear()
@@ -144,8 +143,8 @@ def is_aside() -> bool:
 def note_cut(x: Tensor) -> None:
     """Divide the backward pass at ``x``, if this thread is inside a :class:`WeightGradients` block.
 
-    :meth:`WeightGradients.backward` then first yields the gradients of the weights that were used after ``x``, and
-    later the gradients of earlier weights. If ``x`` does not require a gradient, do nothing.
+    :meth:`WeightGradients.backward` then yields the gradients of the weights that were used after ``x`` before those of
+    the weights that were used to compute ``x``. If ``x`` does not require a gradient, do nothing.
     """
     if _local.gradients is not None and x.requires_grad:
         _local.gradients.cuts.append(x)
@@ -158,8 +157,8 @@ def divide(y: Tensor, cuts: Sequence[Tensor]) -> list[tuple[Tensor | None, Edges
     """Divide the backward graph of ``y`` at ``cuts``, which are in the order of the forward pass.
 
     Return the segments of the graph, from ``y`` to the leaves. Each segment is a pair: the cut at its end (None for the
-    last segment), and its edges. If a path leads around a cut, or no path leads to a cut, the graph is returned
-    as one segment.
+    last segment), and the number of edges that lead to each node. If a path bypasses a cut, or no path leads to a cut,
+    the graph is returned as one segment.
 
     >>> x = torch.ones((), requires_grad=True)
     >>> h = 2 * x
@@ -202,9 +201,9 @@ def _uses(edges: Edges) -> dict[int, int]:
 
 
 def _is_direct(weight: Tensor) -> bool:
-    """Return whether autograd only passes the gradient of ``weight`` on to parameters, without reading its values.
+    """Return whether autograd passes the gradient of ``weight`` on to parameters without reading the gradient's values.
 
-    If autograd reads the values, they must be computed on the current stream.
+    If autograd reads the gradient's values, the gradient must be computed on the current stream.
     """
     return weight.is_leaf or type(weight.grad_fn).__name__ == "_JoinedKernelsBackward"
 

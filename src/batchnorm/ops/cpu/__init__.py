@@ -1,4 +1,4 @@
-"""The CPU path: a compiled kernel, torch's kernels if they are fast, and otherwise a series of torch operations.
+"""The CPU path: a compiled kernel, torch's kernel or, if neither is suitable, a series of torch operations.
 
 A forward pass has to read x twice and write y, so memory bandwidth limits its speed. Torch is slower than this limit
 for three reasons. First, it computes the statistics of contiguous images in a scalar loop, and it vectorizes loops over
@@ -8,7 +8,7 @@ the time.
 
 So there are three implementations:
 
-- ``autograd.py`` is the fast path of layers in training. If compiler.py finds a C compiler, most dense float32 batches
+- ``autograd.py`` is the fast path for layers in training. If compiler.py finds a C compiler, most dense float32 batches
   use kernel.c: one call for the forward pass, and one for the backward pass. Most half-precision batches, and float32
   batches on which torch's kernel is faster, use torch's kernel.
 - ``torch_kernels.py`` uses torch's kernel if that is the fastest implementation, for example on small batches and in
@@ -22,8 +22,9 @@ Batches that are neither contiguous nor channels_last in memory, even after a co
 
 Torch's kernels compute BN(x) as a*x + b. If the mean is many standard deviations from zero, this is a difference of
 large numbers, which loses precision. So before using the output of torch's kernel, autograd.py and torch_kernels.py
-check the mean, and leave a batch with such a mean to passes.py. There, x - s is normalized instead of x, where s is
-close to the mean: BN(x - s) = BN(x). The code in kernel.c needs no check, because it always subtracts the rounded mean.
+check the mean, and leave a batch with such a mean to passes.py. That module normalizes x - s instead of x, where s is
+close to the mean. The result is the same, because BN(x - s) = BN(x). The code in kernel.c needs no check, because it
+always subtracts the rounded mean.
 """
 
 from __future__ import annotations

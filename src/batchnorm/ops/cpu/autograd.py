@@ -43,8 +43,8 @@ LARGE = 1 << 18  # from this many values on, torch's kernel may be faster than k
 LIMIT = torch_kernels.CONDITION**2
 ROWS_KEPT = 5  # how many numbers per channel are saved for the backward pass; equal to LINES in kernel.c
 
-_Addresses = tuple[int | None, int | None, int | None]  # of the running mean, variance and batch count
-_NOWHERE = None, None, None  # with these addresses, the kernel updates nothing
+_Addresses = tuple[int | None, int | None, int | None]  # addresses of the running mean, variance and batch count
+_NOWHERE = None, None, None  # with null addresses, the kernel updates no averages
 
 
 class Shape(ctypes.Structure):
@@ -75,7 +75,7 @@ class KernelForm(NamedTuple):
     is_smooth: bool
     size: torch.Size
     stride: tuple[int, ...]
-    kept: Tensor  # a template: torch.empty_like(kept) allocates the numbers that the forward pass saves per channel
+    kept: Tensor  # a template: torch.empty_like(kept) allocates memory for the numbers saved per channel
 
 
 def form_of(x: Tensor, activation: Activation) -> KernelForm | None:
@@ -130,8 +130,8 @@ def train_(call: Call) -> Tensor | None:
         dense = mean.is_contiguous() and var.is_contiguous() and num_batches.dtype is torch.int64
         form = form_of(x, activation) if dense else None
         if residual is None and torch_kernels.is_fast(x):
-            # Without an activation, and with the channels adjacent in memory, kernel.c moves as many bytes as torch's
-            # kernel, and torch's kernel is faster for large batches.
+            # Without an activation, and with the channels adjacent in memory, kernel.c has no advantage: it moves as
+            # many bytes as torch's kernel, which is faster for large batches.
             alone = activation.name == "identity"
             if form is not None and alone and form.shape.length == 0 and x.numel() >= LARGE:
                 form = None
@@ -165,8 +165,8 @@ def train_(call: Call) -> Tensor | None:
     before = bytes(means), bytes(variances)
     y, mu, invstd = torch.native_batch_norm(flatten(x, x), gamma, beta, mean, var, True, factor, eps)
     if activate is not None:
-        # Apply the activation before checking the statistics, while y is in the CPU's cache and torch's threads are
-        # still awake.
+        # Apply the activation before checking the statistics, while y is in the CPU's cache and before torch's worker
+        # threads go to sleep.
         y = activate(y)
     # `finite` is 0 if all running variances (`var`) are finite, and otherwise NaN, because inf * 0 is NaN. If a
     # variance of the batch is infinite, the updated running variance is not finite.
@@ -221,8 +221,8 @@ def _again(eps: float, activate: Callable[[Tensor], Tensor] | None) -> Callable[
 class _Memory(NamedTuple):
     """Hold the results of the checks in a layer's last call, and views of the layer's running averages.
 
-    Most calls of a layer have the same key as the call before, and skip these checks. The views keep the averages'
-    memory alive, so no other tensor can have the same address.
+    Most calls of a layer have the same key as the previous call, so they skip these checks. The views keep the
+    averages' memory alive, so no other tensor can have the same address.
     """
 
     key: tuple[object, ...]
@@ -263,7 +263,7 @@ def _can_be_added(residual: Tensor, x: Tensor) -> bool:
 
 
 def _fits(v: Tensor | None) -> bool:
-    # This is one expression for speed, because layers run it twice per call.
+    # For speed, this is one expression: each call of a layer evaluates it twice.
     return v is None or (
         v.is_contiguous()
         and v.is_cpu

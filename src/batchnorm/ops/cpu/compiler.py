@@ -32,7 +32,7 @@ class Kernels(NamedTuple):
 
     forward: Callable[..., int]
     backward: Callable[..., int]
-    openmp: tuple[int | None, int | None, int | None]  # (None, None, None) if one of them was not found
+    openmp: tuple[int | None, int | None, int | None]  # all None if one of the functions was not found
     uncached: str | None = None  # why the library could not be cached; None if it was cached
 
 

@@ -7,8 +7,8 @@
 // The work is divided into tasks, which run on several threads. For planes, a task is a group of neighboring channels,
 // so that their values may stay in the cache between passes. For rows, a task is a block of rows, and the sums of the
 // blocks are merged in a fixed order. The tasks do not depend on the number of threads, so the results do not either.
-// Both kinds of tasks use functions that process a matrix, in which the values of a column belong to one channel. For
-// rows, a matrix row may hold more than one row of the tensor; to avoid confusion, a row of the tensor is then called a
+// Both kinds of tasks use functions that process a matrix, in which each column belongs to one channel. For rows, a
+// matrix row may hold more than one row of the tensor; to avoid confusion, a row of the tensor is then called a
 // position.
 //
 // The statistics need two passes: the first computes `rough`, an approximate mean, and the second computes the sums of
@@ -27,7 +27,7 @@ typedef int64_t i64;
 
 typedef struct {
     i64 n, channels, length, activation;
-    double slope; // of leaky ReLU below zero
+    double slope; // leaky ReLU's slope below zero
     // GOMP_parallel, omp_get_thread_num and omp_get_num_threads of torch's OpenMP library
     void (*parallel)(void (*)(void *), void *, unsigned, unsigned);
     int (*thread)(void), (*team)(void);
@@ -41,7 +41,7 @@ typedef struct {
     float *kept;           // for each channel: center, scale, offset, 1/std, mean - center
     double eps, *mean, *var;
     i64 tasks, threads;
-    int bad; // whether a channel is bad: see keep
+    int bad; // whether any channel is bad, as defined in keep()
     // The last five fields are used only for rows.
     i64 positions, block, width; // positions per matrix row, matrix rows per block, columns per matrix
     float *lines, *sums;         // the coefficients of each column, the sums of each block
@@ -55,7 +55,7 @@ enum { INVSTD = SLOPE, LACK = LEVEL };
 
 enum {
     RUN = 256,     // planes: minimum number of values per example in a group of channels, except in the last group
-    WIDTH = 1024,  // maximum number of columns of a matrix, except for rows with more channels than this
+    WIDTH = 1024,  // maximum number of columns of a matrix; for rows with more channels, the number of channels
     NARROW = 64,   // rows: minimum number of columns of a matrix
     ADDED = 256,   // planes: maximum number of rows of a matrix; see also fold_when_due
     BLOCK = 65536, // rows: maximum number of values in a block, unless ROWS matrix rows hold more
@@ -71,7 +71,7 @@ INLINE i64 least(i64 a, i64 b) { return a < b ? a : b; }
 #define INDEPENDENT _Pragma("GCC ivdep")
 #endif
 
-// ---- g and its derivative g'; where g' is discontinuous, g' has the same value as in torch ----
+// ---- g and its derivative g'; where g is not differentiable, g' has the same value as in torch ----
 
 // Computes exp(v) as 2^n * exp(r), where v = n ln(2) + r, n is an integer, and a polynomial approximates exp(r). First
 // clamps v to the range from -87 to 88, in which the relative error is about 1e-7. Compilers can vectorize this
@@ -97,7 +97,7 @@ INLINE float exponential(float v) {
 INLINE float sigmoid(float z) { return 1 / (1 + exponential(-z)); }
 
 INLINE float hyperbolic_tangent(float z) {
-    float q = z * z, near = 2 * sigmoid(2 * z) - 1; // because of the subtraction, `near` is inaccurate for small z
+    float q = z * z, near = 2 * sigmoid(2 * z) - 1; // for small z, `near` is inaccurate because of cancellation
     float series = z + z * q * (-1 / 3.0f + q * (2 / 15.0f + q * (-17 / 315.0f + q * (62 / 2835.0f))));
     return q < 0.09f ? series : near;
 }
@@ -177,9 +177,9 @@ INLINE void add_squares(
         }
 }
 
-// ---- passes over one matrix, which is the same part of x and of all other tensors of x's shape ----
+// ---- passes over one matrix, which is at the same place in x and in all other tensors of x's shape ----
 
-// In these passes, array i of the coefficients (CENTER, ...) starts at lines + i * pitch and has one value per column.
+// In these passes, lines[i * pitch + j] is coefficient i (CENTER, SCALE, ...) of column j.
 
 typedef struct {
     i64 at, rows, stride, width; // the matrix starts at index `at` of the tensors
@@ -266,8 +266,8 @@ INLINE void differentiate(const Call *c, Matrix m, const float *lines, i64 pitch
     }
 }
 
-// The next three functions pass constants to the loops above, so that the compiler makes a fast loop for each
-// activation.
+// The next three functions pass constants to the loops above, so that the compiler generates a specialized, fast loop
+// for each activation.
 #define HAS_TWO_SLOPES(G) (G == RELU || G == LEAKY_RELU || G == RELU6)
 #define FOR_EACH_ACTIVATION(CASE)                              \
     switch (c->shape.activation) {                             \
@@ -549,7 +549,7 @@ static Block block_of(const Call *c, i64 task) {
 }
 
 // `columns` has one sum per column. If a matrix row holds several positions, adds the sums of the other positions to
-// those of the first position.
+// the sums of the first.
 static void fold_positions(const Call *c, float *columns) {
     i64 channels = c->shape.channels;
     for (i64 j = channels; j < c->width; j += channels)

@@ -50,7 +50,7 @@ _ALL, _SUMS = (True, True, True), (False, True, True)  # which of dx, dgamma, db
 class BatchNormFunction(torch.autograd.Function):
     """Compute (y, mean, var) from (x, gamma, beta, residual), for dense x.
 
-    Per-channel arithmetic uses float64, which takes almost no time.
+    Per-channel arithmetic uses float64, whose extra cost is negligible.
     """
 
     @staticmethod
@@ -126,7 +126,7 @@ def _vector(t: Tensor) -> NDArray[Any]:
 
 
 def _tensor(v: Vector, dtype: torch.dtype) -> Tensor:
-    # `astype` always copies, so that writing to the tensor cannot change `v`, which may be saved for backward.
+    # `astype` always copies, so writing to the tensor cannot change `v`, which may be saved for the backward pass.
     return torch.from_numpy(v.astype(np.float32 if dtype == torch.float32 else np.float64))
 
 
@@ -273,7 +273,7 @@ class Matrix(_Dense):
         return memory.view(-1, self.period * self.channels * self.run)
 
     def spread(self, v: Vector, x: Tensor) -> Tensor:
-        """Return a row that has each channel's number in all columns of the channel."""
+        """Return a row that repeats each channel's number in all columns of that channel."""
         return torch.from_numpy(v.astype(_numpy_type(x)).take(_owners(self.period, self.channels, self.run)))
 
     def moments(self, x: Tensor) -> tuple[Vector, Vector]:
@@ -326,7 +326,7 @@ class Planes(_Dense):
         return x.view(x.shape[0], self.channels, -1)
 
     def spread(self, v: Vector, x: Tensor) -> Tensor:
-        """Return the channels' numbers as a column of shape (C, 1)."""
+        """Return ``v`` in x's dtype as a column of shape (C, 1)."""
         return torch.from_numpy(v.astype(_numpy_type(x))[:, None])
 
     def moments(self, x: Tensor) -> tuple[Vector, Vector]:

@@ -1,4 +1,5 @@
-// Runs ordinary training calls without Python. This file does the same work as autograd.py and launch.py.
+// Runs ordinary training calls in C++, to avoid the overhead of Python. For these calls, this file does the same work as
+// autograd.py and launch.py.
 //
 // Python chooses the kernels for tensors of given shapes, strides and types, launches them the first time, and
 // describes the launches to this file (add_forward, add_backward). This file then handles later calls of the same kind:
@@ -50,7 +51,7 @@ union Value {
 };
 
 struct Write {
-  int offset, slot;  // where to write in a copy of `image`, and the index of the value
+  int offset, slot;  // where to write the value in a copy of `image`, and the index of the value in the array of values
   char kind;  // the value's type, as a format character of Python's struct module: P, f or i
 };
 
@@ -80,7 +81,7 @@ struct Launch {
 struct Pass {
   std::vector<int64_t> strides;  // the strides of the outputs
   std::vector<int64_t> bits;  // the shape of the sign bits; empty if none are saved
-  int64_t floats, words;  // how many floats and int32 counters of workspace the launches need
+  int64_t floats, words;  // the size of the workspace: the number of floats and of int32 counters
   std::vector<Launch> launches;
 };
 
@@ -124,7 +125,7 @@ static const Pass* find(const Key& key) {
   return found == passes.end() ? nullptr : &found->second;
 }
 
-static std::atomic<int64_t> forward_passes{0}, backward_passes{0};  // how many passes ran here, not in Python
+static std::atomic<int64_t> forward_passes{0}, backward_passes{0};  // how many passes this file ran, without Python
 
 constexpr int MAX_DIMS = 5;
 
@@ -397,7 +398,7 @@ static Optional optional(const Tensor& t) { return t.defined() ? Optional(t) : s
 
 static bool requires_grad(const Tensor& t) { return t.defined() && t.requires_grad(); }
 
-// Returns whether no transform, tracer or mode intercepts torch operations. Autograd and autocast may be active.
+// Returns true if no transform, tracer or mode intercepts torch operations. Autograd and autocast may be active.
 static bool is_unseen() {
   const auto included = c10::impl::tls_local_dispatch_key_set().included_;
   return (included - c10::default_included_set - c10::autocast_dispatch_keyset).empty() &&
@@ -481,7 +482,7 @@ static Triple fused_kernel(
   return {d[0], d[1], d[2]};
 }
 
-// Returns whether a call can skip tracing and autograd, as it can when a compiled graph runs on real tensors.
+// Returns whether a call needs neither tracing nor autograd. This is so when a compiled graph runs on real tensors.
 static bool is_final(const Tensor& x, const Optional& gamma, const Optional& beta, const Optional& residual) {
   if (!is_unseen() || x.key_set().has(c10::DispatchKey::Python)) return false;
   if (!at::GradMode::is_enabled()) return true;
@@ -489,9 +490,9 @@ static bool is_final(const Tensor& x, const Optional& gamma, const Optional& bet
       !requires_grad(residual.value_or(Tensor()));
 }
 
-// With AUTOGRAD, the functions `fused` and `fused_` are the operators' implementations for autograd. They call Python
-// if a call needs tracing or a gradient. When a compiled graph runs, its calls need neither, because the graph contains
-// its own backward pass.
+// If AUTOGRAD, the functions `fused` and `fused_` are the operators' implementations for the Autograd dispatch key. They
+// call Python if a call needs tracing or a gradient. When a compiled graph runs, its calls need neither, because the
+// graph contains its own backward pass.
 template <bool AUTOGRAD>
 static Triple fused(
     const Tensor& x, const Optional& gamma, const Optional& beta, const Optional& residual, double eps,

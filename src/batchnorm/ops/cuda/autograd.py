@@ -41,7 +41,7 @@ def refusal(call: Call) -> str | None:
     """Return why the kernels do not support a call, or None if they support it."""
     x = call.x
     if not is_compiling():
-        with suppress(TypeError):  # symbolic sizes are not hashable, so `_refusal` cannot cache their result
+        with suppress(TypeError):  # symbolic sizes are not hashable, so `_refusal` cannot cache results for them
             return _refusal(x.dtype, x.shape, x.stride())
     return _find_refusal(x.dtype, x.shape, x.stride())
 
@@ -162,7 +162,7 @@ def _any_requires_grad(*tensors: Tensor | None) -> bool:
 def _moves(running: Kept, channels: torch.Size) -> bool:
     """Return whether the kernels can update the running averages.
 
-    The kernels need contiguous float32 averages of shape ``channels``, and int64 counts.
+    The kernels need contiguous float32 averages of shape ``channels``, and int64 batch counts.
     """
     mean, var, batches, skipped = running
     return (
@@ -185,7 +185,7 @@ def _normalize(call: Call, *, alone: bool = False) -> tuple[Tensor, Tensor]:
     """
     x, gamma, beta, eps, activation, residual, _, running, momentum = call
     if alone or is_unseen(x, gamma, beta, residual, *(running or ())):
-        # Call the kernels directly, because torch's dispatcher takes additional time.
+        # Call the kernels directly, to avoid the overhead of torch's dispatcher.
         if torch.is_grad_enabled() and _any_requires_grad(x, gamma, beta, residual):
             if alone:
                 y = _apply(x, gamma, beta, residual, call, _launch, True)

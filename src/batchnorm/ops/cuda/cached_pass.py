@@ -19,14 +19,14 @@ BLOCK = 2048  # elements per program when normalizing by given statistics
 
 
 class Pass(NamedTuple):
-    """Hold everything that a pass over tensors of one shape and layout needs, except the tensors."""
+    """Hold everything but the tensors that a forward or backward pass needs, for tensors of one shape and layout."""
 
     geometry: Geometry
     strides: tuple[int, ...]  # the strides of dense tensors in x's layout
     dense: bool  # whether x has these strides
     residence: Residence | None  # resident.cu's launch parameters, or None to use the Triton kernels
     tiling: Tiling  # the Triton kernels' launch parameters
-    launches: tuple[TritonLaunch, ...]  # the launches of the Triton kernels: one, or two (first sums, then outputs)
+    launches: tuple[TritonLaunch, ...]  # the launches of the Triton kernel: one, or two (for sums, then for outputs)
     resident_room: tuple[int, int]  # the numbers of floats and counters in the workspace of resident.cu
     room: tuple[int, int]  # the numbers of floats and counters in the workspace of the Triton kernels
 
@@ -37,7 +37,7 @@ class Pass(NamedTuple):
 
 
 def pass_of(x: Tensor, backward: bool, residual: bool, way: Tiling | Residence | None = None) -> Pass:
-    """Return the Pass over ``x`` with the best launch parameters, or with the parameters ``way`` if given."""
+    """Return the Pass over ``x`` with the best launch parameters, or with the parameters ``way``, if given."""
     given = (x.shape, x.stride(), x.element_size(), x.device, backward, residual)
     return _pass(*given) if way is None else _find_pass(*given, way)
 
@@ -109,7 +109,7 @@ def _launches(g: Geometry, p: Tiling, backward: bool, device: torch.device) -> t
 def launches_of(
     kernel: Any, numbers: Callable[[Tiling], tuple[int, ...]], g: Geometry, p: Tiling, device: torch.device
 ) -> tuple[TritonLaunch, ...]:
-    """Return the launches of a kernel with tiling ``p``: one that does everything, or two (first sums, then outputs).
+    """Return the launches of a kernel with tiling ``p``: one for everything, or two, for sums and then for outputs.
 
     ``numbers`` returns the kernel's integer arguments for a tiling.
     """
@@ -153,10 +153,10 @@ def numbers(g: Geometry, p: Tiling) -> tuple[int, ...]:
 def inference_pass(
     shape: torch.Size, stride: tuple[int, ...], device: torch.device
 ) -> tuple[tuple[int, ...], bool, TritonLaunch] | None:
-    """Return the strides of a dense tensor, whether ``stride`` equals them, and a launch.
+    """Return the strides of a dense tensor, whether ``stride`` equals them, and a kernel launch.
 
-    The launch normalizes a dense tensor by given statistics. The result is None if the kernel does not support the
-    shape or the strides.
+    The launch normalizes a dense tensor of the given shape by given statistics. The result is None if the kernel does
+    not support the shape or the strides.
     """
     from .triton.inference import normalize as kernel
 

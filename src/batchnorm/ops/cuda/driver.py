@@ -20,8 +20,8 @@ from .. import compile_cache
 _DYNAMIC_SHARED_MEMORY = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
-# Errors of a launch that the device cannot run: CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES,
-# CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE and CUDA_ERROR_NOT_SUPPORTED
+# The driver returns one of these errors if the device cannot run a launch: CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES,
+# CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE or CUDA_ERROR_NOT_SUPPORTED
 _REFUSALS = (701, 720, 801)
 
 
@@ -34,7 +34,7 @@ Launcher = Callable[[int, Any, int], None]
 
 
 class Arguments:
-    """Keep a kernel's arguments in memory, so that a launch packs only the arguments that change.
+    """Keep a kernel's arguments in memory, so that each launch writes only the arguments that change.
 
     Args:
         fields: one field per argument of the kernel. If the argument changes from launch to launch, its field is a
@@ -107,7 +107,7 @@ class Kernel:
 
         Raises:
             Refused: if the device cannot run the launch, for example because the programs cannot all run at once.
-            RuntimeError: for any other error of the driver.
+            RuntimeError: if the driver returns any other error.
         """
         if self.device != torch._C._cuda_getDevice():
             with torch.cuda.device(self.device):
@@ -120,7 +120,7 @@ class Kernel:
 
 
 class Launch(NamedTuple):
-    """The parameters of one launch through the driver, with which autograd.cpp can repeat the launch."""
+    """The parameters of one launch through the CUDA driver; autograd.cpp uses them to launch the kernel again."""
 
     kernel: Kernel
     programs: int
@@ -133,8 +133,8 @@ class Launch(NamedTuple):
     def described(self, slots: Iterable[int | None]) -> tuple[Any, ...]:
         """Describe the launch for autograd.cpp.
 
-        For each value that changes from launch to launch, ``slots`` has the value's index in the array ``values`` of
-        autograd.cpp. If this index is None, autograd.cpp reuses the value in ``self.values``.
+        ``slots`` has one item for each value that changes from launch to launch: the value's index in the array
+        ``values`` of autograd.cpp, or None if autograd.cpp should reuse the value in ``self.values``.
         """
         k = self.kernel
         image, starts, changing = self.arguments.layout(self.values)
@@ -227,7 +227,7 @@ def _compiler() -> ctypes.CDLL:
 
 
 def check(result: int) -> None:
-    """Raise an exception if a function of the driver returned an error."""
+    """Raise an exception if ``result``, the return value of a driver function, is an error code."""
     if result:
         text = ctypes.c_char_p()
         library().cuGetErrorString(result, ctypes.byref(text))

@@ -1,4 +1,4 @@
-"""Build autograd.cpp, an extension that runs ordinary training calls without Python.
+"""Build autograd.cpp, a C++ extension that runs the layers' usual training calls without Python.
 
 Compiling takes about half a minute, so a background thread compiles the file, and the result is cached. Until the
 extension is loaded, and on machines without a compiler, autograd.py and launch.py do the same work.

@@ -109,7 +109,10 @@ def _fill(device: int) -> int:
 
 
 def _nodes(query: Any, of: int) -> list[int] | None:
-    """Return the nodes that the driver function ``query`` lists for ``of``, or None if a dependency is programmatic."""
+    """Return the nodes that the driver function ``query`` lists for the graph or node ``of``.
+
+    Return None if a dependency is programmatic, because ``query`` then fails.
+    """
     count = c_size_t()
     result = query(c_void_p(of), None, byref(count))
     found = (c_void_p * count.value)()

@@ -33,7 +33,7 @@ ONE_BY_ONE = 60e6
 
 
 class _Sizes(NamedTuple):
-    """Hold the sizes that a launch depends on; tuples have one number per layer, and strides are those of rows."""
+    """Hold the sizes that a launch depends on; each tuple has one number per layer, and strides are those of rows."""
 
     rows: int
     channels: tuple[int, ...]
@@ -44,7 +44,7 @@ class _Sizes(NamedTuple):
 
     @property
     def all_channels(self) -> Geometry:
-        """The geometry of the input of a single layer that has the channels of all layers."""
+        """The geometry of one tensor that has the channels of all layers' inputs."""
         wide = self.rows * max(*self.x_strides, *self.y_strides, *self.dy_strides) >= 2**31
         return Geometry(True, sum(self.channels), self.rows, self.rows, sum(self.channels), 1, wide)
 
@@ -52,8 +52,8 @@ class _Sizes(NamedTuple):
 class _Plan(NamedTuple):
     residence: Residence | None  # resident.cu's launch parameters, or None to use the Triton kernels
     launches: tuple[TritonLaunch, ...]
-    resident_room: tuple[int, int]  # in the workspace of resident.cu: floats per channel, and the number of counters
-    room: tuple[int, int]  # in the workspace of the Triton kernels: floats per channel, and the number of counters
+    resident_room: tuple[int, int]  # the size of resident.cu's workspace: floats per channel, and counters
+    room: tuple[int, int]  # the size of the Triton kernels' workspace: floats per channel, and counters
 
 
 def forward(
@@ -67,7 +67,7 @@ def forward(
     activation: Activation,
     way: Tiling | Residence | None = None,
 ) -> Tensor:
-    """Write the outputs ``ys``, update the running averages if given, and return the layers' statistics, concatenated.
+    """Write the outputs ``ys``, update the running averages if given, and return the layers' concatenated statistics.
 
     Inputs and outputs are channels last and have the same dtype. Parameters and averages are dense float32 tensors.
     """
@@ -178,8 +178,8 @@ def _launch_resident(
 ) -> bool:
     """Launch a kernel of resident.cu, and return whether the device accepted the launch.
 
-    Each list in ``each`` has one tensor per layer. ``shared`` has pairs of a tensor and its number of floats per
-    channel; such a tensor holds the floats of all layers, one layer after the other.
+    Each list in ``each`` has one tensor per layer. Each pair in ``shared`` is a tensor and its number of floats per
+    channel. The tensor holds the values of all layers, one layer after the other.
     """
     x = each[0][0]
     assert x is not None
@@ -202,7 +202,7 @@ def _launch_resident(
 def _prepared(
     name: str, dtype: torch.dtype, code: int, sizes: _Sizes, r: Residence, index: int
 ) -> tuple[driver.Kernel, driver.Arguments, list[tuple[int, ...]], list[int]]:
-    """Return a kernel, its arguments, and each layer's fields of resident.cu's struct Shape and number of slices."""
+    """Return a kernel, its arguments, the fields of each layer's struct Shape, and each layer's number of slices."""
     device = torch.device("cuda", index) if index >= 0 else torch.device("cpu")
     count, b = len(sizes.channels), dtype.itemsize
     kernel = resident.layers_kernel(name, dtype, code, r, count, device)

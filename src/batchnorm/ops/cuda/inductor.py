@@ -3,8 +3,8 @@
 The partitioner of AOTAutograd decides which tensors a compiled forward pass keeps for the backward pass. The
 partitioner recomputes elementwise operations where that saves memory, but it knows nothing about this library's
 operators. For example, if the output y of a fused kernel is multiplied by a gate, as in squeeze-and-excitation, the
-gate's gradient needs y. The forward pass keeps the kernel's input x and the statistics anyway, and y can be recomputed
-from them.
+gate's gradient needs y. The forward pass keeps the kernel's input x and the statistics anyway, so this module makes the
+backward pass recompute y from them.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _is_elementwise(node: fx.Node) -> bool:
 
 
 def _insert(graph: fx.Graph, function: Any, *inputs: fx.Node) -> fx.Node:
-    """Trace a function of these nodes into the graph, with Inductor's decompositions; return the output node."""
+    """Add the operations of ``function(*inputs)``, decomposed for Inductor, to the graph; return the output node."""
     from torch._inductor.decomposition import select_decomp_table
 
     traced = make_fx(function, select_decomp_table())(*(node.meta["val"] for node in inputs))

@@ -24,7 +24,7 @@ from .workspace import workspace
 
 STATS = 8  # number of rows of the statistics tensor; triton/forward.py lists the rows
 NONE = (None, None, None, None)
-# One description per launch for autograd.cpp, or None for a launch by Triton's own launcher.
+# For each launch, its description for autograd.cpp, or None if Triton's own launcher made the launch.
 Launches = list[tuple[Any, ...] | None]
 
 
@@ -87,7 +87,7 @@ def backward(
     way: Tiling | Residence | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return dx, dgamma, dbeta and, if ``residual_dtype`` is given, the residual's gradient."""
-    # If there are sign bits, the forward pass added a residual, even if the residual's gradient is not wanted and
+    # If there are sign bits, the forward pass added a residual, even if the residual's gradient is not needed and
     # `residual_dtype` is therefore None.
     added = bits is not None or residual_dtype is not None
     g, strides, dense, r, tiling, launches, resident_room, room = pass_of(x, True, added, way)
@@ -132,7 +132,7 @@ def recompute(x: Tensor, residual: Tensor | None, stats: Tensor, activation: Act
     p = _streaming(x, residual is not None)
     y = x.new_empty_strided(x.shape, p.strides)
     residual = None if residual is None else as_dense(residual, p.strides)
-    # The second launch does not use the workspace, so `stats` takes the place of the two workspace tensors.
+    # The second launch does not use the workspace, so `stats` is passed in place of the two workspace tensors.
     tensors = (x, y, residual, None, None, None, stats, stats, stats, *NONE)
     p.launches[1](tensors, (0.0, 0.0, float(activation.slope)), (NAMES.index(activation.name), False))
     return y
@@ -146,7 +146,7 @@ def statistics(call: Call) -> Tensor:
     x, gamma, beta, eps, (activation, slope), *_, running, momentum = call
     p = _streaming(x, False)
     stats = x.new_empty((STATS, p.geometry.channels), dtype=torch.float32)
-    # The first launch does not write y, so x takes the place of y.
+    # The first launch does not write y, so x is passed in place of y.
     tensors = (x, x, None, None, gamma, beta, stats, *workspace(x, *p.room), *(running or NONE))
     scalars = (float(eps), float(momentum or 0.0), float(slope))
     p.launches[0](tensors, scalars, (NAMES.index(activation), momentum is None))
@@ -186,7 +186,7 @@ def weaves_bits(call: Call, g: Geometry) -> bool:
 def paths(call: Call) -> tuple[str, str]:
     """Return the names of the forward and backward kernels for ``ops.explain``.
 
-    The answer assumes that dy has x's layout and that the residual's gradient is wanted.
+    The result assumes that dy has x's layout and that the residual's gradient is needed.
     """
     x, gamma, beta, _, (activation, _), residual, *_ = call
     # Without an activation, the residual's gradient is dy itself, so the backward kernel need not write it.
@@ -195,9 +195,10 @@ def paths(call: Call) -> tuple[str, str]:
     if _is_smooth(activation, residual) or not resident.takes(x):
         return ahead.tiling.path, back.tiling.path
     typed, r = _are_resident(x, gamma, beta, residual), back.residence
-    # The backward pass of resident.cu requires that x and the residual's gradient have the same dtype. This gradient
-    # has the residual's dtype. If r.plane > 0, the backward pass also needs its sign bits in woven order (see
-    # sign_bits.py). `forward` returns them in this order only if resident.cu supports all dtypes (`typed`).
+    # The backward pass of resident.cu requires that the residual's gradient has x's dtype. The gradient has the
+    # residual's dtype, so compare this dtype with x's. If r.plane > 0, the backward pass also needs its sign bits in
+    # woven order (see sign_bits.py). `forward` returns them in this order only if resident.cu supports all dtypes
+    # (`typed`).
     fits = _of_one_type(x, residual) and (typed or r is None or not r.plane)
     # A residual that is not dense is copied before the launch, and the copy is aligned.
     aligned = residual is None or resident.takes(residual) or not is_dense(residual, ahead.strides)
@@ -208,10 +209,10 @@ def paths(call: Call) -> tuple[str, str]:
 
 
 def _teach(launches: Launches, tensors: Tensors, add: Callable[..., None], *description: Any) -> None:
-    """Describe a pass to the extension (autograd.cpp), so that the extension can repeat the pass.
+    """Describe a pass to the extension (autograd.cpp), so that the extension can run later passes of the same kind.
 
-    The pass is not described if Triton's own launcher ran one of its kernels, a tensor is not aligned to 16 bytes, or
-    a CUDA graph is being captured.
+    Do nothing if Triton's own launcher ran one of the pass's kernels, if a tensor is not aligned to 16 bytes, or if a
+    CUDA graph is being captured.
     """
     x = next(t for t in tensors if t is not None)
     aligned = not any(t is not None and t.data_ptr() & 15 for t in tensors)

@@ -29,12 +29,12 @@ def geometry_of(x: Tensor) -> Geometry | None:
         return find_geometry(shape, stride)
     try:
         return _geometry(shape, stride)
-    except TypeError:  # symbolic sizes are not hashable, so `_geometry` cannot cache their result
+    except TypeError:  # symbolic sizes are not hashable, so the cached function `_geometry` does not accept them
         return find_geometry(shape, stride)
 
 
 def _collapse(shape: tuple[int, ...], stride: tuple[int, ...]) -> int | None:
-    """Return the stride of these dimensions flattened into one (0 for a single value), or None if impossible.
+    """Flatten dimensions into one and return its stride (0 for a single value), or None if they cannot be flattened.
 
     The result is also None if a dimension with several values has a stride of 0.
     """

@@ -1,14 +1,14 @@
-// Batch normalization in one launch. The kernel keeps as much of x (and of dy in the backward pass) on chip, in shared
-// memory, as fits there. It need not read these values again to compute the outputs. All programs (thread blocks) run
-// at the same time, one or two per multiprocessor. The channels are divided into slices, and the values of a slice into
-// parts. A program processes one part of one slice, then the same part of its next slice, if any. The programs that
-// share a slice wait for each other once per slice: after each has added up its own part, and before they compute y or
-// dx from the sums of all parts.
+// Batch normalization in one launch. The kernel keeps as much of x (and of dy in the backward pass) as possible on
+// chip, that is, in shared memory. It then need not read these values from global memory again to compute the outputs.
+// All programs (thread blocks) run at the same time, one or two per multiprocessor. The channels are divided into
+// slices, and the values of a slice into parts. A program processes one part of one slice, then the same part of its
+// next slice, if any. The programs that share a slice wait for each other once per slice: after each has added up its
+// own part, and before they compute y or dx from the sums of all parts.
 //
 // Values are read in vectors of 16 bytes. Each thread copies its own vectors into shared memory, so no thread waits for
-// another thread's vectors. Vectors that do not fit there are read twice, the second time from the L2 cache if they are
-// still in it. For the formulas, the rows of the array `stats`, the barriers and the update of the running averages,
-// see forward.py, backward.py, barrier.py and running.py in triton/.
+// another thread's vectors. Vectors that do not fit into shared memory are read twice, the second time from the L2
+// cache if they are still in it. For the formulas, the rows of the array `stats`, the barriers and the update of the
+// running averages, see forward.py, backward.py, barrier.py and running.py in triton/.
 //
 // The kernel has three variants, which divide the values of a slice into units in different ways:
 // - Channels last: a row is one location of one example, and a slice has up to SV vectors of each row. A unit is one
@@ -23,7 +23,7 @@
 // - FORWARD or BACKWARD: which pass to compile
 // - KIND: 0 bfloat16, 1 float16, 2 float32
 // - LAST: whether the layout is channels last
-// - PLANE: in the WOVEN variant, the number of a channel's values in one example; 0 in the other variants
+// - PLANE: in the WOVEN variant, the number of values of a channel in one example; 0 in the other variants
 // - ACT: the activation's code; resident.py also defines one macro per code: IDENTITY, RELU, ...
 // - RESIDUAL: in the forward pass, whether a residual is added; in the backward pass, whether sign bits (see
 //   sign_bits.py) are read or the residual's gradient is written
@@ -76,8 +76,8 @@ struct alignas(16) Vec {
 };
 
 // ---- machine instructions ----
-// All PTX is in this section. tests/emulated.hpp has the functions of this section in C++, so that the rest of this
-// file can run on a CPU.
+// All PTX is in this section. tests/emulated.hpp implements the functions of this section in C++, so that the rest of
+// this file can run on a CPU.
 
 #ifdef EMULATED
 #include EMULATED
@@ -295,8 +295,8 @@ __device__ __forceinline__ void put(char* to, const Vec& v, const Shape& s) {
 
 // The n vectors of a slice that one thread processes. offset() returns the byte offset of the i-th of these vectors.
 // The units of a slice are divided into runs of BLOCK units. Run k belongs to part k % parts, so that all programs
-// together read the tensor from start to end. If units are rows, a thread processes the vector `column` of each of its
-// rows.
+// together read the tensor from start to end. If units are rows, a thread processes one vector of each of its rows, the
+// one with the index `column`.
 struct Walk {
     int slice, first, step, n, column;
 
@@ -306,8 +306,8 @@ struct Walk {
         n = works(s) && first < s.units ? (s.units - first - 1) / step + 1 : 0;
     }
 
-    // Returns false if this thread has no column in the slice. With channels last, this happens if the last slice has
-    // fewer than SV vectors per row. If WOVEN, this happens if SV does not divide THREADS.
+    // Returns false if this thread has no vectors in the slice. With channels last, this happens if the last slice has
+    // fewer than SV vectors per row. If WOVEN, this happens to the last threads if SV does not divide THREADS.
     __device__ __forceinline__ bool works(const Shape& s) const {
         return LAST ? (slice * SV + column) * V < s.C : !WOVEN || threadIdx.x < BLOCK * SV;
     }
@@ -623,7 +623,8 @@ struct Move {
         }
         u32 step = 1 + (__any_sync(~0u, bad) ? 1u << 16 : 0);
         __syncwarp();
-        // Mask the highest bit, because an earlier launch that used this word as a barrier may have left the bit set.
+        // Mask out the highest bit, because an earlier launch that used this word as a barrier may have left the bit
+        // set.
         return threadIdx.x % 32 == 0 ? (add_release(done, step) & 0x7fffffffu) + step : 0;
     }
 
@@ -647,9 +648,9 @@ struct Move {
 
 // A value near the channel's mean is subtracted from all values of the channel before they are squared and summed,
 // because E[x^2] - E[x]^2 loses all precision if the mean is large compared to the standard deviation. The subtracted
-// value is the channel's mean over SAMPLES units that are spread over the slice, or 0 if this mean is not finite. It is
-// the same in all parts. The first SAMPLES * SV threads (if units are rows) or the first SAMPLES threads (if units are
-// vectors) each read one vector of these units.
+// value is the channel's mean over SAMPLES units that are spread over the slice, or 0 if this mean is not finite. All
+// parts of a slice subtract the same value. The first SAMPLES * SV threads (if units are rows) or the first SAMPLES
+// threads (if units are vectors) each read one vector of these units.
 #if LAST
 #define SAMPLES (2 * WARPS < BLOCK ? 2 * WARPS : BLOCK)
 #elif WOVEN

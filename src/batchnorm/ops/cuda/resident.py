@@ -63,7 +63,7 @@ class Residence(NamedTuple):
 
     @property
     def kept_parts(self) -> int:
-        """The number of parts per slice whose sums are stored in global memory; a single part stores none."""
+        """The number of parts per slice whose sums are stored in global memory; 0 if a slice has only one part."""
         return 0 if self.parts == 1 else self.parts
 
     @property
@@ -133,7 +133,7 @@ def _of_planes(
 ) -> Residence | None:
     """Choose the launch for a channels-first tensor in which a channel fills whole vectors in each example."""
     megabytes, channel = megabytes_of(g, itemsize), g.rows * itemsize
-    # Whether one program per channel fits on the device only if each multiprocessor runs two programs at the same time.
+    # Whether there are more channels than multiprocessors, but at most two channels per multiprocessor.
     at_once = processors < g.channels <= 2 * processors
 
     def plan(threads: int, each: int, parts: int = 0) -> Residence:
@@ -312,8 +312,9 @@ def woven_lanes(g: Geometry, itemsize: int, residual: bool) -> int | None:
 @cache
 def runs_on(device: torch.device) -> bool:
     """Return whether the kernel can run on a device: it needs a Hopper GPU, NVRTC and ``AT_ONCE`` = 1 or 2."""
-    # `alone` is whether this kernel is safe with the setting AT_ONCE (see schedule.py). Two launches at once are safe,
-    # because launches are cooperative: if those of two streams do not fit on the GPU together, one waits for the other.
+    # `alone` says whether this kernel is safe from deadlocks with the setting AT_ONCE (see schedule.py). Two launches
+    # at once are safe, because launches are cooperative: if two launches do not fit on the GPU together, one waits for
+    # the other.
     alone = 0 < AT_ONCE <= 2
     if device.type != "cuda":
         return False

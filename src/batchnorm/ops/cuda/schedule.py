@@ -1,8 +1,8 @@
 """Choose the Triton kernels' configuration by rules from measurements on one H200 (results/kernels-h200.json).
 
-The channels are divided into *slices*, and the values of each slice into *parts*. A program processes one part, in
-*tiles*. There are two paths: "once" is one launch, which reads x once and holds it in registers, and "stream" is two
-launches, each of which reads x.
+The channels are divided into *slices*, and the values of each slice into *parts*. A program (thread block) processes
+one part, which it divides into *tiles*. There are two paths: "once" is one launch, which reads x once and holds it in
+registers, and "stream" is two launches, each of which reads x.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Tiling(NamedTuple):
     warps: int
     stages: int  # software pipelining stages of the loop over tiles
     registers: int  # maximum number of registers per thread in the first or only launch; 0 means no limit
-    steps: int  # tiles per program in the second launch of "stream"
+    steps: int  # tiles per program in the second launch of the "stream" path
     # Whether programs that wait for each other are numbered in the order in which they start (take_ticket in
     # triton/barrier.py).
     ticket: bool
@@ -66,7 +66,7 @@ class Tiling(NamedTuple):
 
     @property
     def kept_parts(self) -> int:
-        """How many sets of sums are stored per slice: one per part and, with a tree, one per group; 0 if ``alone``."""
+        """How many sets of sums are stored per slice: one per part and, if ``tree``, one per group; 0 if ``alone``."""
         return 0 if self.alone else self.parts + up(self.parts, 32) * self.tree
 
     @property
@@ -74,7 +74,7 @@ class Tiling(NamedTuple):
         """The number of int32 counters that a launch needs.
 
         One counter numbers the programs (see ``ticket``), and one counts finished slices. In addition, each slice has 1
-        counter, or 33 with a tree, or none if one program processes the whole slice.
+        counter, or 33 if ``tree``, or none if one program processes the whole slice.
         """
         return 2 if self.alone else 2 + self.slices * (33 if self.tree else 1)
 
@@ -173,7 +173,7 @@ def _way(g: Geometry, itemsize: int, backward: bool, residual: bool) -> Way | No
     if residual and megabytes > 8 and values * itemsize == 16:
         return None
     if megabytes < 60 or g.rows * itemsize <= 512 * 1024:
-        # Whether one program of 64 KB can hold a whole channel of both x and dy, and loads several values per access.
+        # Whether a program can hold a whole channel of both x and dy in 64 KB, and can load several values per access.
         alone = values > 1 and 2 * g.rows * itemsize <= 64 * 1024
         small = megabytes < (3 if not alone else 4 if residual else 5) if backward else megabytes < 10 or values == 1
         return Way(8, 64) if small else Way(4, 32)

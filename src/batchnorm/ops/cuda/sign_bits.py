@@ -50,7 +50,7 @@ def unpack(bits: Tensor, x: Tensor) -> Tensor:
 def rearrange(bits: Tensor, x: Tensor, woven: bool) -> Tensor:
     """Return the bits of ``x`` in woven order (2D) if ``woven`` is true, else in the other order (1D).
 
-    Bits that already have this order are returned unchanged. To convert bits to another order, ``x`` must be
+    Bits that already have this order are returned unchanged. To convert bits from one order to the other, ``x`` must be
     channels first.
     """
     if is_woven(bits) == woven:

@@ -22,9 +22,9 @@ Launched = Callable[[list[int], tuple[float, ...]], driver.Launch | None]
 class TritonLaunch:
     """Launch a Triton kernel on tensors of one geometry.
 
-    Triton inspects every argument to find the code that it compiled for such arguments, and runs more Python code
-    around each launch. This overhead takes longer than the launch itself. Triton's choice of code depends only on this
-    object's attributes and on the key in ``__call__``, so this object caches the code by that key.
+    Before each launch, Triton's own launcher runs Python code that inspects every argument to find the code compiled
+    for such arguments. This takes longer than the launch itself. The choice depends only on this object's attributes
+    and on the key in ``__call__``, so this object caches the compiled code under that key.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class TritonLaunch:
         self.compiled: dict[tuple[Any, ...], Launched] = {}
 
     def __call__(self, tensors: Tensors, scalars: tuple[float, ...], choices: tuple[int, ...]) -> driver.Launch | None:
-        """Launch the kernel; ``choices`` are the compile-time constants that the geometry does not fix.
+        """Launch the kernel; ``choices`` are the compile-time constants that do not depend on the geometry.
 
         Returns the launch if this function called the CUDA driver directly, or None if Triton ran the kernel.
         """

@@ -13,7 +13,7 @@ from .schedule import up
 
 
 class Workspace:
-    """Keep floats and words for the launches on each stream.
+    """Keep memory for the floats and words of each stream's launches.
 
     The words start at zero, and every launch leaves them ready for the next launch. Launches on one stream run one
     after the other, so they can share memory. A launch captured in a CUDA graph has its own memory, because the graph
@@ -59,7 +59,7 @@ class Workspace:
         workspace.
         """
         floats = max(floats, 0 if old is None else old[0].shape[0], 1 << 16)
-        words = max(up(words, 32) * 32, 0 if old is None else old[1].shape[0], 4096)  # 32 words are a cache line
+        words = max(up(words, 32) * 32, 0 if old is None else old[1].shape[0], 4096)  # 32 words fill a cache line
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(self.allocated, device, floats, words).result()
 

@@ -36,8 +36,8 @@ EARLY = 100
 # A network overfits visibly if its training accuracy exceeds its validation accuracy by more than GAP, and its
 # validation loss ends at more than RISE times its lowest value.
 GAP, RISE = 0.1, 1.05
-# A network trains if its best accuracy exceeds TRAINS times chance or, with few classes, the midpoint between chance
-# and 100%. It stays at chance if no validation accuracy is more than ERRORS standard errors above chance.
+# A network trains if its best accuracy exceeds TRAINS times chance, or the midpoint between chance and 100% if that is
+# lower. A network stays at chance if no validation accuracy is more than ERRORS standard errors above chance.
 TRAINS, ERRORS = 10, 4
 
 
@@ -100,11 +100,11 @@ def best_against_best(finished: Mapping[str, Finished]) -> list[Verdict]:
 
 
 def decide(holds: Iterable[bool], seeds: int = SEEDS) -> str:
-    """Return the verdict on a claim, given whether the claim holds for each seed or pairing of seeds.
+    """Return the verdict on a claim.
 
     Args:
-        holds: whether the claim holds, for each seed or pairing of seeds.
-        seeds: the smallest number of seeds of any network compared; below SEEDS, nothing is confirmed or refuted.
+        holds: whether the claim holds, for each seed or, if networks are compared, for each combination of their seeds.
+        seeds: the number of seeds of the network with the fewest; below SEEDS, nothing is confirmed or refuted.
 
     >>> decide([True, True]), decide([False, False]), decide([True, False]), decide([])
     ('confirmed', 'refuted', 'not resolved', 'not run yet')
@@ -225,7 +225,7 @@ def how_it_went(run: Finished) -> str:
 
 
 def _how_they_went(network: Seeds) -> str:
-    """Return how the runs of a network went; words that would be the same for all runs appear only once."""
+    """Return how the runs of a network went; words that all runs have in common appear only once."""
     went = [how_it_went(run) for run in network.runs]
     if len(went) > 1 and len({text.split(" (")[0] for text in went}) == 1 and went[0].endswith(")"):
         return f"{went[0].split(' (')[0]} ({', '.join(text.split(' (')[1][:-1] for text in went)})"

@@ -35,7 +35,7 @@ class Seeds:
 
     @property
     def curve(self) -> Curve:
-        """The mean of the seeds' curves, at the steps that all of them have."""
+        """The mean of the seeds' curves, at the steps that all curves have."""
         return mean_curve([run.points for run in self.runs])
 
     @property
@@ -88,7 +88,7 @@ def show_init(init: str) -> str:
 
 
 def unnormalized(finished: Mapping[str, Finished]) -> dict[str, Seeds]:
-    """Return Figure 2's runs without batch normalization, keyed by recipe and the fields that the plan changes."""
+    """Return Figure 2's runs without batch normalization, keyed by recipe name and the fields that the plan changes."""
     networks: dict[str, list[Finished]] = {}
     for one in finished.values():
         recipe = one.run.recipe
@@ -112,7 +112,7 @@ def tuned_baseline(finished: Mapping[str, Finished]) -> tuple[str, Seeds] | None
 
 
 def mean_curve(curves: Sequence[Curve]) -> Curve:
-    """Return the mean of several curves at the steps that all of them have.
+    """Return the mean of several curves, at the steps that all curves have.
 
     >>> mean_curve([[(1, 0.25), (2, 0.5)], [(1, 0.75), (3, 0.5)]])
     [(1, 0.5)]
@@ -120,8 +120,8 @@ def mean_curve(curves: Sequence[Curve]) -> Curve:
     if not curves:
         return []
     tables = [dict(curve) for curve in curves]
-    # Round the mean: the mean of equal accuracies can otherwise be slightly lower than these accuracies, and would not
-    # count as reaching them.
+    # Round the mean. Otherwise, the mean of equal accuracies could be slightly lower than each of them, and `steps_to`
+    # would not count that accuracy as reached.
     return [
         (step, round(statistics.fmean(table[step] for table in tables), 9))
         for step, _ in curves[0]
@@ -139,7 +139,7 @@ def best(curve: Curve) -> tuple[int, float] | None:
 
 
 def times_fewer(baseline: Curve, curve: Curve) -> float | None:
-    """Return how many times fewer steps a curve takes to reach the baseline's best accuracy, or None if it never does.
+    """Return how many times fewer steps ``curve`` takes to reach the baseline's best accuracy, or None if never.
 
     >>> times_fewer([(100, 0.3), (200, 0.5)], [(40, 0.5)])
     5.0
@@ -182,8 +182,8 @@ def behind_until(curve: Curve, other: Curve) -> int | None:
 def noise(values: Sequence[float]) -> float | None:
     """Return half the width of the 95% prediction interval of one more run, given the values of earlier runs.
 
-    This is t s sqrt(1 + 1/n), with Student's t and the standard deviation s of the n values. The result is
-    None for fewer than two values.
+    The half width is t s sqrt(1 + 1/n), where s is the standard deviation of the n values and t is a quantile from
+    STUDENT. The result is None for fewer than two values.
 
     >>> round(noise([0.48, 0.50, 0.52]), 4)
     0.0993

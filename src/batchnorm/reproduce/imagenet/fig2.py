@@ -61,9 +61,9 @@ OTHERS = (("#c2428a", "-"), ("#b58a00", "-"), ("#2a6fc9", "--"), ("#14835b", ":"
 class Fig2(Session):
     """Train the networks of Section 4.2 according to a plan, and draw Figures 2 and 3 from the finished runs.
 
-    You can spread the runs over several sessions and machines: each run writes its own result file, and the same
-    command resumes where it stopped. Without --data, nothing is trained, and the figures are drawn from the result
-    files.
+    You can spread the runs over several sessions and machines, because each run writes its own result file. To resume
+    after an interruption, run the same command again. Without --data, nothing is trained, and the figures are drawn
+    from the result files.
 
     Paper: Sec. 4.2.1, 4.2.2; Figs. 2, 3
     """
@@ -86,7 +86,10 @@ class Fig2(Session):
 
 @dataclass(frozen=True)
 class Study:
-    """A plan, the finished runs that verdicts may use (see :func:`trusted`), and the names of other finished runs."""
+    """A plan, its finished runs that verdicts may use, and the names of its other finished runs.
+
+    :func:`trusted` decides which runs verdicts may use.
+    """
 
     plan: Plan
     finished: dict[str, Finished]
@@ -134,7 +137,7 @@ class Studies:
 
     @property
     def missing(self) -> dict[str, str]:
-        """The names of the runs that are not finished, with the reasons."""
+        """The names of the unfinished runs, each with the reason why the run is not finished."""
         return {name: why for study in self.all for name, why in study.plan.missing(study.finished).items()}
 
 
@@ -349,7 +352,7 @@ def _figure2(finished: Mapping[str, Finished], plt: Any) -> Any:
 
 
 def _curves(axis: Any, finished: Mapping[str, Finished]) -> None:
-    """Draw each network's mean curve and seeds' curves, and a dot where the mean reaches Inception's best accuracy."""
+    """Draw each network's curves, mean and per seed, and a dot where the mean reaches Inception's best accuracy."""
     target = best(network_of(finished, "inception").curve)
     if target is not None:
         axis.axhline(target[1], color="#8b8a84", lw=0.5, label=f"Inception's best, {target[1]:.1%}")

@@ -1,4 +1,4 @@
-"""Figure 3, and tables of learning rates, dropout, the seven modifications, failures and runs."""
+"""Figure 3, and tables of learning rates, dropout, Section 4.2.1's modifications, failures and runs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PAPER = {
     "bn-x5-sigmoid": ("", "", "69.8%"),
 }
 
-# The table of steps has a column for each of these fractions of Inception's best accuracy.
+# The table of `on_the_way` has a column for each of these fractions of Inception's best accuracy.
 SHARES = (0.25, 0.5, 0.75, 0.9, 1.0)
 # The modifications of Section 4.2.1, in the paper's order; each key is the field of the recipe that changes.
 MODIFICATIONS = {
@@ -80,7 +80,7 @@ def markdown(parts: Sequence[Section]) -> str:
 
 
 def show_accuracy(one: Finished | None, key: str = "top1") -> str:
-    """Return a run's accuracy at the end, or the reason why it has none."""
+    """Return a run's final accuracy as text, or the reason why it has none."""
     if one is None:
         return "not run yet"
     if one.diverged:
@@ -221,7 +221,7 @@ def best_rates(finished: Mapping[str, Finished]) -> Section:
 
 
 def failures(finished: Mapping[str, Finished]) -> Section:
-    """Tabulate the two networks that the paper could not train, with both initializations.
+    """Tabulate the two networks that the paper could not train, with Kaiming's and Xavier's initialization.
 
     Paper: Sec. 4.2.2
     """
@@ -245,7 +245,7 @@ def rates(finished: Mapping[str, Finished]) -> Section:
     for rate in sorted({rate for column in columns for rate in column}):
         rows.append([f"{rate:g}", *(show_accuracy(column[rate]) if rate in column else "-" for column in columns)])
     text = _rates_text(sweeps)
-    # If networks were trained at their best rates, the table of `best_rates` compares them.
+    # Compare the best runs of the sweeps only if there are no runs for the table of `best_rates`.
     if not seeds_of(finished, "best", "bn-baseline"):
         text += _best_of_the_sweeps(sweeps)
     return Section("Learning rates (Section 3.3)", text, rows)
@@ -316,7 +316,7 @@ def dropout(finished: Mapping[str, Finished]) -> Section:
 
 
 def _overfits_most(network: Seeds) -> bool:
-    """Return whether all runs with the least dropout overfit visibly."""
+    """Return whether all runs with the lowest dropout probability overfit visibly."""
     least = min((one.run.recipe.dropout for one in network.runs), default=0.0)
     return overfits_always(Seeds(tuple(one for one in network.runs if one.run.recipe.dropout == least)))
 
@@ -332,7 +332,7 @@ def _repeated(finished: Mapping[str, Finished]) -> float | None:
 
 
 def ablation(finished: Mapping[str, Finished]) -> Section:
-    """Tabulate BN-x5 without each modification; a difference within the noise of BN-x5's seeds is not resolved."""
+    """Tabulate BN-x5's accuracy without each modification; a difference within the seeds' noise is not resolved."""
     seeds = unchanged_seeds_of(finished, "ablation", "bn-x5").final
     spread = noise(seeds)
     rows = [["modification", "BN-x5 without it", "the modification gives", "verdict"]]
@@ -352,7 +352,7 @@ def ablation(finished: Mapping[str, Finished]) -> Section:
 
 def _difference(one: Finished, seeds: Sequence[float], spread: float | None) -> list[str]:
     if one.diverged:
-        return ["-", "without it the network diverges"]
+        return ["-", "without it, the network diverges"]
     if not seeds or spread is None:
         return ["-", "not resolved: BN-x5 needs more seeds"]
     gain = statistics.fmean(seeds) - one.result["top1"]
@@ -361,7 +361,7 @@ def _difference(one: Finished, seeds: Sequence[float], spread: float | None) -> 
 
 
 def ran(finished: Mapping[str, Finished]) -> Section:
-    """Tabulate where each run ran, and how fast."""
+    """Tabulate each run's speed, hardware, version of torch and commit."""
     rows = [["run", "steps", "seconds", "steps/s", "on", "torch", "commit"]]
     for name, one in finished.items():
         env = one.environment

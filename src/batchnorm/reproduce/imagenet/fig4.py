@@ -25,9 +25,9 @@ KEPT = ("recipe", "weights", "crops", "environment")
 class Fig4(Session):
     """Train the six networks of Section 4.2.3, evaluate them with 1 and 144 crops, and write Figure 4 as a table.
 
-    You can spread the members over several sessions and machines: each member writes a result file and its class
-    probabilities, and the same command resumes where it stopped. The table lists the members that have
-    not run. Without --data, nothing is trained, and the table is made from the members' files.
+    You can spread the members over several sessions and machines, because each member writes its own files: a result
+    file and its class probabilities. To resume after an interruption, run the same command again. The table lists the
+    members that have not run. Without --data, nothing is trained, and the table is made from the members' files.
 
     Paper: Sec. 4.2.3; Fig. 4
     """
@@ -65,7 +65,7 @@ def _known(options: Fig4, plan: Plan) -> list[str]:
     there = {path.stem: read_result(path, ()) for path in sorted(options.result_files.glob("*.json"))}
     if not any(
         "result" in content for content in there.values()
-    ):  # the files of runs given with --runs have no "result"
+    ):  # result files of runs given with --runs lack the key "result"
         return list(there)
     read_all(plan, options.result_files, options.out)  # raises ValueError if a file belongs to another plan
     return _members(plan)

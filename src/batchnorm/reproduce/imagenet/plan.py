@@ -44,7 +44,7 @@ class Plan:
 
     runs: tuple[PlannedRun, ...]
     waiting: dict[str, str]
-    """the names of runs whose rate depends on an unfinished sweep, with the sweep that each waits for"""
+    """the names of runs whose rate depends on an unfinished sweep, each with that sweep"""
     best: dict[str, float]
     """the best rate of each recipe whose sweep is finished"""
     log_every: int
@@ -52,12 +52,12 @@ class Plan:
     evaluate_batch: int
 
     def missing(self, finished: Container[str]) -> dict[str, str]:
-        """Return the names of the runs that are not finished, with the reasons."""
+        """Return the names of the unfinished runs, each with the reason why the run is not finished."""
         unrun = {run.name: "not run yet" for run in self.runs if run.name not in finished}
         return unrun | {name: f"waits for {what}" for name, what in self.waiting.items()}
 
     def chosen(self, groups: Sequence[str], names: Sequence[str]) -> list[PlannedRun]:
-        """Return the runs in these groups that have these names; an empty sequence allows all groups, or all names."""
+        """Return the runs in these groups and with these names; an empty sequence allows all groups, or all names."""
         known = [*(run.name for run in self.runs), *self.waiting]
         unknown = [name for name in names if name not in known]
         if unknown:
@@ -71,7 +71,7 @@ class Plan:
 
 
 def read_plan(figure: Literal["fig2", "fig4"], path: Path | None = None, results: Path | None = None) -> Plan:
-    """Read a plan for a figure from a TOML file; by default, the figure's plan in the library.
+    """Read a plan for a figure from a TOML file; by default, from the library's plan for the figure.
 
     A run lasts ``horizon`` epochs, and its rate falls to the fraction ``end_rate`` of the initial rate. Both keys
     can be set in the run, in its group, or in the table ``train`` for all runs.
@@ -168,7 +168,8 @@ def _rate(group: dict[str, Any], run: dict[str, Any], best: dict[str, float | No
     elif "rate" in run or sweep is None:
         if "times" in run:
             raise ValueError(
-                f"{run['name']}: 'times' is only for rates from a sweep, but this run's rate is not from a sweep"
+                f"{run['name']}: 'times' is only for rates from a sweep: remove it, because this run's rate is not from"
+                " a sweep"
             )
         return run.get("rate"), None
     if sweep not in best:

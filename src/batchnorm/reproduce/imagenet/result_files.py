@@ -174,7 +174,7 @@ class MemberFiles(NamedTuple):
 
 
 def read_result(path: Path, keys: Sequence[str]) -> dict[str, Any]:
-    """Return the contents of a result file, which must have these keys."""
+    """Return the contents of a result file, or raise ValueError if it lacks one of these keys."""
     try:
         content = dict(json.loads(path.read_text()))
     except (ValueError, TypeError) as error:
@@ -214,7 +214,7 @@ def curve(records: Sequence[dict[str, Any]]) -> list[Point]:
 
 
 def _seconds(records: Sequence[dict[str, Any]]) -> float:
-    """Return how many seconds the run took over all its sessions; each session's clock starts at 0."""
+    """Return the seconds that all sessions of the run took; the records' clock starts at 0 in each session."""
     clock = [record["seconds"] for record in records]
     return float(sum(a for a, b in pairwise([*clock, 0.0]) if b < a))
 

@@ -1,4 +1,4 @@
-"""A session that trains a plan's runs: its options, and how it runs its jobs, several at a time on one device."""
+"""A session: train the runs of a plan, several at a time on one device."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Session:
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """auto is bf16 on a GPU and fp32 on a CPU."""
     cache: Literal["none", "device"] = "device"
-    """device: keep the decoded images in device memory."""
+    """With device, the decoded images are kept in device memory."""
     workers: int = 2
     """Processes per run that decode images."""
     commit: str | None = None
@@ -115,8 +115,8 @@ class Session:
 
         Raises:
             OSError: if a folder is not writable.
-            ValueError: if the environment sets an untested share of the GPU, or if convolutions are wrong at the share
-                that each job gets.
+            ValueError: if the environment sets a share of the GPU that was not tested, or if convolutions are wrong at
+                the share that each job gets.
             JobsFailedError: if a job failed; the results of the other jobs are kept.
             KeyboardInterrupt: if the jobs were stopped.
         """

@@ -35,7 +35,7 @@ CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_b
 def share_of(processes: int) -> int:
     """Return the percentage of the multiprocessors that each process gets, one of SHARES.
 
-    Each process gets at least twice an equal share, up to all multiprocessors, because a process does not keep its
+    Each of n processes gets about 2/n of the multiprocessors or more, because a process does not keep its
     multiprocessors busy all the time.
 
     >>> [share_of(processes) for processes in (2, 4, 6, 8, 12)]
@@ -96,7 +96,7 @@ def checked_gpu(
     """Share a GPU with :func:`shared_gpu`, and check its bfloat16 convolutions with :func:`check_share`.
 
     Raises:
-        ValueError: for the reasons that these two functions list.
+        ValueError: if one of these two functions raises it.
     """
     with shared_gpu(processes) as shared:
         if processes > 1 and not shared:
@@ -180,8 +180,8 @@ class _Compare(TorchDispatchMode):
                 worst = max(errors, key=lambda error: math.inf if math.isnan(error) else error)
                 shapes = " and ".join(str(tuple(a.shape)) for a in args[:3] if isinstance(a, Tensor))
                 self.wrong = (
-                    f"the bfloat16 convolution of {shapes} has a relative error of {worst:.2g}, more than"
-                    f" the {TOLERANCE:g} allowed for rounding"
+                    f"the bfloat16 convolution of tensors with shapes {shapes} has a relative error of {worst:.2g},"
+                    f" more than the {TOLERANCE:g} allowed for rounding"
                 )
         return found
 

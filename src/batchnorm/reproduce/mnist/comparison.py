@@ -17,7 +17,7 @@ from .training import Setting, accuracies, held_out
 
 @dataclass(frozen=True)
 class Comparison(Experiment):
-    """Sweep the learning rate of both networks, then compare them at their best rates and at an equal rate.
+    """Sweep the learning rate with and without BN, then compare the networks at their best rates and at the same rate.
 
     Paper: Sec. 4.1; Fig. 1 a
     """
@@ -29,7 +29,7 @@ class Comparison(Experiment):
     marks: tuple[int, ...] = (1000, 5000, 15_000, 50_000)
     """Step counts at which the test accuracies are compared; the last is the length of the runs."""
     equal_rate: float = 0.1
-    """Learning rate of the comparison at an equal rate; the default is Figure 1's rate."""
+    """Learning rate at which both networks are also compared; the default is Figure 1's rate."""
     std: float = 0.1
     """Standard deviation of the initial weights."""
     seeds: int = 3
@@ -72,7 +72,7 @@ Table = dict[tuple[bool, float], list[list[float]]]
 
 
 def _trained(options: Comparison, pairs: Iterable[tuple[bool, float]], marks: Sequence[int], hold_out: bool) -> Table:
-    """Train one network per seed and pair (has BN, rate); return each network's accuracies at ``marks``, by pair."""
+    """Train one network per seed and pair (has BN, rate); return the accuracies at the steps in ``marks``, by pair."""
     jobs = [
         (Setting(kind, marks[-1], rate, options.std, seed=seed), marks)
         for kind, rate in pairs
@@ -106,7 +106,7 @@ def _row(kind: bool, rate: float, runs: Sequence[Sequence[float]], marks: Sequen
 
 
 def draw(result: dict[str, Any], plt: Any) -> Any:
-    """Draw the sweep of the rates, and the test accuracies at the best rates and at an equal rate."""
+    """Draw the sweep of the rates, and the test accuracies at the best rates and at the same rate."""
     figure, axes = plt.subplots(1, 4, figsize=(11, 2.6))
     early = result["sweep"][0]["steps"]
     for k, (axis, mark) in enumerate(zip(axes, early, strict=False)):

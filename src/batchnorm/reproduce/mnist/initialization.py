@@ -12,7 +12,7 @@ from .training import Setting, accuracies
 
 @dataclass(frozen=True)
 class Init(Experiment):
-    """Train both networks from initial weights with various standard deviations, and compare their accuracies.
+    """Train networks with and without BN from initial weights of several standard deviations, and compare accuracies.
 
     Paper: Abstract, "be less careful about initialization"; Sec. 3.3
     """

@@ -105,7 +105,7 @@ def _measure(job: tuple[Setting, int]) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def population_layers(net: nn.Sequential, batches: Sequence[Tensor]) -> list[HiddenLayer]:
-    """Return a perceptron's hidden layers with population statistics, estimated from the bottom layer up.
+    """Return a perceptron's hidden layers with population statistics, estimated layer by layer from the input on.
 
     Paper: Alg. 2, l. 10; Sec. 3.3
     """
@@ -136,7 +136,7 @@ def layer_jacobian(x_hat: Tensor, below: HiddenLayer, above: HiddenLayer) -> Ten
     """Return J = diag(1/sd') W' diag(dg(gamma x_hat + beta) gamma) for each example, of shape (examples, K', K).
 
     J is the derivative of z_hat = (W' g(gamma x_hat + beta) + b' - mu') / sd' with respect to x_hat. Primes mark the
-    layer above, dg is the derivative of the sigmoid g, and K and K' are the layers' numbers of units.
+    layer above, dg is the derivative of the sigmoid g, and the layers have K and K' units.
 
     Paper: Sec. 3.3, z_hat = F(x_hat)
     """
@@ -146,7 +146,7 @@ def layer_jacobian(x_hat: Tensor, below: HiddenLayer, above: HiddenLayer) -> Ten
 
 
 def like_random(matrices: Tensor) -> Tensor:
-    """Return Gaussian matrices of the same sizes and Frobenius norms as ``matrices``: a baseline without structure."""
+    """Return random Gaussian matrices of the same sizes and Frobenius norms as ``matrices``, as a baseline."""
     generator = torch.Generator().manual_seed(0)
     random = torch.randn(matrices.shape, generator=generator, dtype=matrices.dtype)
     given: Tensor = torch.linalg.matrix_norm(matrices, keepdim=True)
@@ -177,7 +177,7 @@ def _summary(values: Tensor) -> dict[str, Any]:
 
 
 def draw(result: dict[str, Any], plt: Any) -> Any:
-    """Draw the mean spectrum of each Jacobian, and of random matrices of the same norm."""
+    """Draw the mean singular values of each Jacobian, and of random matrices of the same norm."""
     rows = result["pairs"]
     pairs = sorted({(row["layers"], row["step"]) for row in rows})
     figure, axes = plt.subplots(1, len(pairs), figsize=(11, 2.7), sharey=True)

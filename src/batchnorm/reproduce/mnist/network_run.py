@@ -134,7 +134,7 @@ class NetworkRun:
         return there
 
     def _resume(self, net: nn.Module) -> tuple[int, float, int]:
-        """Write the configuration, delete any summary, and load any checkpoint; return what :func:`_load` returns."""
+        """Write the configuration, delete any old summary, and load the checkpoint; return :func:`_load`'s result."""
         there = self._config_there() or {"environment": environment()}
         write_json(self.folder / "config.json", {**there, **_config(self.setting)})
         (self.folder / "summary.json").unlink(missing_ok=True)
@@ -151,7 +151,7 @@ def save(folder: Path, net: nn.Module, step: int, seconds: float, metrics_size: 
 def _load(folder: Path, net: nn.Module) -> tuple[int, float, int]:
     """Load the checkpoint into ``net``; return its step, the seconds trained so far and the metrics file's size.
 
-    Without a checkpoint, nothing is loaded and all three are 0.
+    Without a checkpoint, nothing is loaded, and all three values are 0.
     """
     path = folder / "checkpoint.pt"
     if not path.exists():
@@ -197,7 +197,7 @@ class _Watch:
         if step in self.record_at:
             self.metrics.write(as_json(self.monitor.record(step)))
         if step in self.gradients_at:
-            # Use the batch of the next step.
+            # Measure on the mini-batch of the next training step.
             rows = order(self.setting, len(self.data.train.images), step, step + 1)[0]
             batch = (self.data.train.images[rows], self.data.train.labels[rows])
             change = self.monitor.record_gradient_change(step, _loss, batch, self.setting.rate)
@@ -217,7 +217,7 @@ def accuracy_steps(steps: int) -> list[int]:
 
 
 def _evenly(steps: int, count: int, closest: int) -> set[int]:
-    """Return about ``count`` evenly spaced steps, or fewer if they would be closer than ``closest``; the first is 0."""
+    """Return about ``count`` evenly spaced steps that start at 0 and are at least ``closest`` steps apart."""
     return set(range(0, steps + 1, max(steps // count, closest)))
 
 

@@ -75,7 +75,7 @@ def _verdicts(rows: list[dict[str, Any]]) -> dict[str, bool]:
 
 
 def build(where: Where, nonlinearity: str, std: float, seed: int) -> nn.Sequential:
-    """Build Section 4.1's network with z = g(BN(Wu)) if ``where`` is "before", else with z = BN(g(Wu + b))."""
+    """Build Section 4.1's network, with z = g(BN(Wu)) if ``where`` is "before", and z = BN(g(Wu + b)) otherwise."""
     layers: OrderedDict[str, nn.Module] = OrderedDict()
     for name, layer in perceptron(batch_norm=where == "before", std=std, seed=seed).named_children():
         if isinstance(layer, nn.Sigmoid):
@@ -114,7 +114,7 @@ def shapes(net: nn.Sequential, images: Tensor) -> dict[str, dict[str, float]]:
 
 
 def shape(v: Tensor) -> dict[str, float]:
-    """Return three numbers that describe the distribution of values of shape (examples, units).
+    """Return the skewness, excess kurtosis and sparsity of values of shape (examples, units).
 
     Let c = v - E[v] and s^2 = E[c^2], over examples. Skewness is |E[c^3] / s^3| and excess kurtosis is
     E[c^4] / s^4 - 3, both averaged over units. Sparsity is Hoyer's (sqrt(K) - |v|_1 / |v|_2) / (sqrt(K) - 1), where v

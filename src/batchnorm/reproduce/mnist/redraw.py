@@ -18,11 +18,11 @@ DRAW = {
     "scale": scale.draw,
     "section2": section2.draw,
 }
-"""For each result file's name, the function that draws its picture."""
+"""A dict from the name of a result file, without .json, to the function that draws its picture."""
 
 
 def redraw(folder: Path) -> None:
-    """Draw a picture next to each file in the folder whose name is in DRAW."""
+    """For each name in DRAW, draw the picture of the folder's result file with this name, if the file exists."""
     for name, draw in DRAW.items():
         if (path := folder / f"{name}.json").exists():
             picture_beside(path, draw)

@@ -32,7 +32,7 @@ class Saturation(Experiment):
     tail: float = 0.05
     """A sigmoid is saturated if its output is within this distance of 0 or 1."""
     points: int = 25
-    """Measurements during each run, in addition to one before training."""
+    """Number of measurements during each run; there is also one before training."""
     seed: int = 0
     """Seed of the weights and of the order of the examples."""
     out: Path = Path("runs/saturation")

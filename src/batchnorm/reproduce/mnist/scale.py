@@ -19,7 +19,7 @@ from .training import Setting, digits, evenly, train_
 
 @dataclass(frozen=True)
 class Scale(Experiment):
-    """Check Section 3.3's identities during training, and measure the growth of weights at large rates.
+    """Check Section 3.3's identities during training, and measure the growth of weights at large learning rates.
 
     Paper: Sec. 3.3
     """
@@ -29,11 +29,11 @@ class Scale(Experiment):
     rates: tuple[float, ...] = (0.1, 1.0, 10.0)
     """Learning rates."""
     factors: tuple[float, ...] = (0.1, 0.5, 2.0, 10.0)
-    """The scalars a > 0 by which W is multiplied."""
+    """The factors a > 0 by which the identities multiply a layer's weights W."""
     std: float = 0.1
     """Standard deviation of the initial weights."""
     points: int = 20
-    """Measurements during each run; the weights' norms are also measured before training."""
+    """Number of measurements during each run; the weights' norms are also measured before training."""
     seed: int = 0
     """Seed of the weights and of the order of the examples."""
     out: Path = Path("runs/scale")
@@ -63,10 +63,17 @@ def scale(options: Scale) -> dict[str, Any]:
 def identity_gaps(u: Tensor, weight: Tensor, gamma: Tensor, beta: Tensor, eps: float, a: float) -> dict[str, float]:
     """Return by how much each of Section 3.3's identities is violated.
 
-    Because of eps, |BN(aWu) - BN(Wu)| <= |gamma x_hat| eps |1 - 1/a^2| / (sigma^2 + eps/a^2), elementwise. "output" is
-    the largest ratio of the two sides, which should be at most 1. "output gap" is the largest value of the left side.
-    "du" and "dW" are the relative distances between the gradients with W and with aW, for one random output gradient;
-    for "dW", the gradient with respect to aW is multiplied by a.
+    Because of eps, the outputs BN(aWu) and BN(Wu) are not exactly equal. The elementwise bound on |BN(aWu) - BN(Wu)| is
+    |gamma x_hat| eps |1 - 1/a^2| / (sigma^2 + eps/a^2). All gradients are computed for one random output gradient.
+
+    Returns:
+        A dict with four values:
+
+        - "output": the largest ratio of |BN(aWu) - BN(Wu)| to its bound, which should be at most 1.
+        - "output gap": the largest value of |BN(aWu) - BN(Wu)|.
+        - "du": the relative distance between the gradients with respect to u, computed with W and with aW.
+        - "dW": the relative distance between the gradient with respect to W, and a times the gradient with respect
+          to aW.
     """
     values = [_forward_and_gradients(u, factor * weight, gamma, beta, eps) for factor in (1.0, a)]
     (one, du, dw), (other, du_a, dw_a) = values
@@ -92,7 +99,7 @@ def _forward_and_gradients(
 
 
 def largest(identities: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """Return, over all rows, the largest value of each number that :func:`identity_gaps` returns."""
+    """Return the maximum over all rows of each value that :func:`identity_gaps` returns."""
     return {key: max(row[key] for row in identities) for key in ("output", "output gap", "du", "dW")}
 
 

@@ -35,9 +35,9 @@ class Section2(Experiment):
     """
 
     bias_steps: int = 1000
-    """Full-batch steps on the bias vector b alone."""
+    """Number of full-batch steps that train only the bias vector b."""
     steps: int = 2000
-    """Steps on the whole network, with mini-batches of 60."""
+    """Number of steps that train the whole network, with mini-batches of 60."""
     rates: tuple[float, ...] = (0.1, 1.0)
     """Learning rates for the whole network; the first is also used for b."""
     std: float = 0.1
@@ -48,7 +48,7 @@ class Section2(Experiment):
 
 
 def section2(options: Section2) -> dict[str, Any]:
-    """Run both experiments and write their result."""
+    """Run the experiments on b alone and on the whole network, and write one result file."""
     marks = evenly(options.steps, 20)
     jobs = [
         (variant, Setting(True, options.steps, rate, options.std, seed=options.seed), marks)
@@ -141,7 +141,7 @@ def _whole(job: tuple[str, Setting, Sequence[int]]) -> dict[str, Any]:
     for step, loss in train_(net, data.train, setting, marks):
         b = torch.cat([m.bias for m in hidden]).norm().item()
         w = torch.cat([m.weight.flatten() for m in hidden]).norm().item()
-        with torch.no_grad():  # the network is in training mode, so all variants use the statistics of the test set
+        with torch.no_grad():  # the network is in training mode, so all variants normalize by the test set's statistics
             correct = net(data.test.images).argmax(1) == data.test.labels
         accuracy = correct.double().mean().item()
         rows.append({"step": step, "loss": loss, "norm of b": b, "norm of W": w, "accuracy": accuracy})
@@ -149,7 +149,7 @@ def _whole(job: tuple[str, Setting, Sequence[int]]) -> dict[str, Any]:
 
 
 def draw(result: dict[str, Any], plt: Any) -> Any:
-    """Draw the norm of b and the loss for b alone, and the norm of b and the accuracy for the whole network."""
+    """Draw two panels for b alone (norm of b, loss) and two for the whole network (norm of b, accuracy)."""
     alone, runs, rates = result["b alone"], result["whole network"], result["options"]["rates"]
     dashes = dict(zip(rates, cycle(("-", "--", ":", "-.")), strict=False))
     figure, axes = plt.subplots(1, 4, figsize=(11, 3))

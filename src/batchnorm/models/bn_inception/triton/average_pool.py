@@ -1,7 +1,8 @@
 """Average pooling of 3x3 windows in channels-last tensors; each program computes P pixels of V channels.
 
-The number of channels C and the strides between pixels are given in units of A elements, so that the compiler knows the
-alignment of accesses. Docstrings give the shapes of tensors in brackets, such as [P, V].
+The kernels take the number of channels C and the strides between pixels divided by A, and multiply them by A again, so
+that the compiler knows the alignment of memory accesses. Docstrings give the shapes of tensors in brackets, such as
+[P, V].
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def pixels_of(count, C, H, W, P: tl.constexpr, V: tl.constexpr):
 
 @triton.jit
 def offsets(image, row, column, H, W, stride, channel):
-    """Return the offsets in memory of the pixels' values, [P, V]."""
+    """Return the memory offsets [P, V] of the pixels' values."""
     return ((image * H + row) * W + column).to(tl.int64)[:, None] * stride + channel[None, :]
 
 
@@ -42,7 +43,7 @@ def inside(row, column, exists, H, W):
 
 @triton.jit
 def share(row, column, H, W):
-    """For each pixel, return the reciprocal of the number of pixels that its 3x3 window has inside the image."""
+    """Return 1 / n for each pixel, where n is how many pixels of its 3x3 window are inside the image."""
     rows = tl.minimum(row + 1, H - 1) - tl.maximum(row - 1, 0) + 1
     columns = tl.minimum(column + 1, W - 1) - tl.maximum(column - 1, 0) + 1
     return 1.0 / (rows * columns).to(tl.float32)
@@ -53,7 +54,7 @@ def average(
     x, y, count, C, H, W, x_stride, y_stride,
     BACKWARD: tl.constexpr, P: tl.constexpr, V: tl.constexpr, A: tl.constexpr,
 ):  # fmt: skip
-    """Average each window's pixels inside the image.
+    """Write the average of each window, counting only the pixels inside the image.
 
     If BACKWARD, x is the gradient of the averages, and the kernel writes the gradient of the pooling's input to y.
     """

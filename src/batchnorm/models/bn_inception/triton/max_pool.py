@@ -1,11 +1,11 @@
 """Max pooling of 3x3 windows, with padding 1, in channels-last tensors, optionally after normalization and ReLU.
 
-The columns of windows in all images are numbered consecutively. A unit is a set of windows: P columns and up to
-``share`` rows. A slice is a set of V consecutive channels. A program processes one slice of a unit (in
-:func:`max_sums`, of several units) row by row. Except in :func:`max_backward_1`, it keeps in registers the values that
-the next row of windows also needs. The number of channels C and the strides between pixels are given in units of A
-elements, so that the compiler knows the alignment of accesses. Docstrings give the shapes of tensors in brackets, such
-as [P, V].
+Columns of windows are numbered consecutively across all images. A unit is a block of windows, P columns wide and up to
+``share`` rows high. A slice is a set of V consecutive channels. A program processes one slice of one unit (of several
+units in :func:`max_sums`), row by row. Except in :func:`max_backward_1`, a program keeps in registers the values that
+the next row of windows also needs. The kernels take the number of channels C and the strides between pixels divided by
+A, and multiply them by A again, so that the compiler knows the alignment of memory accesses. Docstrings give the shapes
+of tensors in brackets, such as [P, V].
 
 The position of a maximum in its window is encoded as UP, DOWN or 0, plus LEFT, RIGHT or 0; the middle of the window is
 0. The positions of two neighboring channels share a byte, with the first channel in the lower four bits.
@@ -24,7 +24,7 @@ RIGHT = tl.constexpr(2)
 UP = tl.constexpr(4)
 DOWN = tl.constexpr(8)
 # Stored instead of a position if ReLU's derivative at the maximum is 0, so that no pixel gets the window's gradient.
-# Windows that do not exist also have this position when they are loaded.
+# load_places also returns NOWHERE for windows that do not exist.
 NOWHERE = tl.constexpr(15)
 
 
@@ -53,7 +53,7 @@ def slice_of(program, C, A: tl.constexpr, V: tl.constexpr):
 def columns_of(unit, columns, rows, share, width, P: tl.constexpr):
     """Return the columns and rows of a unit's windows.
 
-    Columns that do not exist are replaced by the last column.
+    If fewer than P columns are left, the last column is repeated and masked out.
 
     Returns:
         The image of each column [P]; the column's index in its image [P]; a mask of the columns that exist; the first
@@ -83,8 +83,8 @@ def pointers(x, image, column, lane, height, width, step):
 def pixels_of(x, image, column, channel, half, height, width, stride, A: tl.constexpr):
     """Return the addresses of pixels in the first row of their images, and the strides between pixels and between rows.
 
-    If x is bfloat16 and A > 1, the pixels are read as int32 values, and the addresses and strides are those of int32
-    values. Each int32 holds two bfloat16 values; converting them to float32 in pairs takes fewer instructions.
+    If x is bfloat16 and A > 1, the pixels are read as int32 values, and the addresses and strides refer to int32. Each
+    int32 holds two bfloat16 values; converting them to float32 in pairs takes fewer instructions.
     """
     if x.dtype.element_ty == tl.bfloat16 and A > 1:
         step = stride * (A // 2)
@@ -98,7 +98,7 @@ def pixels_of(x, image, column, channel, half, height, width, stride, A: tl.cons
 
 @triton.jit
 def load_raw(p, here, half_here):
-    """Read pixels in the dtype of ``p``, with 0 for masked values; pixels read as int32 use the mask ``half_here``."""
+    """Read pixels in the dtype of ``p``, and 0 where the mask is False: ``half_here`` for int32, otherwise ``here``."""
     if p.dtype.element_ty == tl.int32:
         return tl.load(p, mask=half_here, other=0)
     else:
@@ -249,11 +249,11 @@ def max_sums(
     columns, C, H, W, out_H, out_W, share, dy_stride, parts, units, each,
     P: tl.constexpr, V: tl.constexpr, A: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradients of gamma and beta for normalization, ReLU and max pooling at stride 2.
+    """Write the gradients of gamma and beta, for a normalization followed by ReLU and max pooling at stride 2.
 
-    A window's gradient goes to at most one pixel, so the sums run over windows. Each program adds up at most ``each``
-    units. The last program of a slice to finish adds up the sums of the slice's programs, in a fixed order. If TREE,
-    the sums of groups of up to 32 programs are added up first.
+    A window's gradient goes to at most one pixel, so the kernel sums over windows, not pixels. Each program adds up at
+    most ``each`` units. The last of a slice's programs to finish adds up the sums of all of them, in a fixed order. If
+    TREE, the sums of groups of up to 32 programs are added up first.
     """
     part, piece, channel, half, here, half_here, slices, pixel_bytes = slice_of(tl.program_id(0), C, A, V)
     base = tl.load(stats + 3 * C * A + channel, mask=channel < C * A, other=0.0)[None, :]
@@ -288,7 +288,7 @@ def max_sums(
 
 @triton.jit
 def load_window(d, p, here, half_here, P: tl.constexpr, V: tl.constexpr):
-    """Return windows' gradients [P, V] and positions of maxima: 0 and NOWHERE for windows that do not exist."""
+    """Return the gradients [P, V] of windows and the positions of maxima, or 0 and NOWHERE if masked."""
     return load_pixels(d, here, half_here, None, P, V), load_places(p, half_here, P, V)
 
 
@@ -394,8 +394,8 @@ def window_gradient(
 ):  # fmt: skip
     """Return the gradients that pixels get from the windows at a given offset.
 
-    The middle of such a window is BELOW rows below the pixel and BESIDE columns to its right. BELOW and BESIDE are -1,
-    0 or 1.
+    The middle of each window is BELOW rows below its pixel and BESIDE columns to the right. BELOW and BESIDE are -1, 0
+    or 1.
     """
     # A pixel's position is UP in the window below it (BELOW is 1), and DOWN in the window above it (BELOW is -1).
     PLACE: tl.constexpr = (0 if BELOW == 0 else UP if BELOW == 1 else DOWN) + (

@@ -1,4 +1,4 @@
-"""Write images as blocks of 2x2 pixels."""
+"""Rearrange images into blocks of 2x2 pixels."""
 
 from __future__ import annotations
 

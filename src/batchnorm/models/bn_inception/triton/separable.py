@@ -15,7 +15,7 @@ def compose(
     pointwise, depthwise, dense, OUT: tl.constexpr, IN: tl.constexpr, M: tl.constexpr,
     A: tl.constexpr, B: tl.constexpr, P: tl.constexpr,
 ):  # fmt: skip
-    """Write the filters of the composed weight from one input channel to P output channels."""
+    """Write the composed weight's filters for one input channel and P output channels."""
     i = tl.program_id(0) % IN
     o, k = tl.program_id(0) // IN * P + tl.arange(0, P), tl.arange(0, B)
     total = tl.zeros([P, B], tl.float32)

@@ -1,1 +1,1 @@
-"""The Triton kernels. In ops, only the modules in this package import triton."""
+"""The Triton kernels. Other modules of ``batchnorm.ops`` do not import triton."""

@@ -9,7 +9,7 @@ dgamma = (s2 - low s1) / std.
 
 PHASE 1 computes the sums, dgamma and dbeta; PHASE 2 computes dx and the residual's gradient; PHASE 3 does both. T and
 the arguments ``slices``, ``parts``, ``share``, ``partial`` and ``words`` are described in forward.py. ALONE, LAST and
-TREE are described in its ``normalize_part``; here, the programs merge sums instead of moments.
+TREE are described in ``normalize_part`` of forward.py; here, the programs merge sums instead of moments.
 
 If g is the identity, dz is dy. Otherwise, if a residual was added, the forward pass may have saved one bit per element,
 which determines g'(z). Without such bits, z is recomputed from x, and from the residual if there is one, by the same
@@ -77,7 +77,7 @@ def add_parts(partial, first, last, channel, C):
 
 @triton.jit
 def store_part(partial, part, s1, s2, channel, C):
-    """Write a part's sums s1 and s2 to ``partial``, with C floats each."""
+    """Write a part's sums s1 and s2 to ``partial``, which has C floats for each of the two sums."""
     at = partial + part * (2 * C) + channel
     tl.store(at, s1, mask=channel < C)
     tl.store(at + C, s2, mask=channel < C)
@@ -85,7 +85,7 @@ def store_part(partial, part, s1, s2, channel, C):
 
 @triton.jit
 def publish(stats, dgamma, dbeta, s1, s2, channel, C, write):
-    """Return the gradients of gamma and beta, given the sums s1 and s2; store the gradients if ``write``."""
+    """Return the gradients of gamma and beta, given the sums s1 and s2; store the gradients if ``write`` is true."""
     low = tl.load(stats + 4 * C + channel, mask=channel < C, other=0.0)
     invstd = tl.load(stats + 7 * C + channel, mask=channel < C, other=0.0)
     dg = (s2 - low * s1) * invstd
@@ -127,7 +127,7 @@ def settle(
 
 @triton.jit
 def write_tile(dz, tile, first, last, dx, dresidual, strides, base, scale, k2, k0, channel, shape, FORM: tl.constexpr):
-    """Write a tile of dx = scale dz - (k2 (x - base) + k0); write a tile of dz to ``dresidual`` if given."""
+    """Write a tile of dx = scale dz - (k2 (x - base) + k0); if ``dresidual`` is given, write a tile of dz to it."""
     at = offsets(first + tl.arange(0, FORM[1]), strides, channel, shape, FORM)
     exists = inside(first, last, channel, shape, FORM)
     mean_terms = tl.fma(tile.to(tl.float32) - base[None, :], k2[None, :], k0[None, :])

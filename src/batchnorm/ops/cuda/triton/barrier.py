@@ -56,7 +56,8 @@ def release(word, parts):
 def arrive_to_turn(word, part, parts):
     """Record this program's arrival; the word's highest bit flips when all ``parts`` programs have arrived."""
     tl.debug_barrier()
-    # The steps of all programs add up to TURN. In any order, the highest bit flips only at the last step.
+    # The steps of all programs add up to TURN. Whatever the order of the steps, the highest bit flips only at the last
+    # one.
     step = tl.where(part == 0, TURN - (parts - 1), 1)
     tl.atomic_add(word, step, sem="release")
 
@@ -69,9 +70,9 @@ def side_of(word):
 
 @triton.jit
 def wait(word, side):
-    """Wait until the word's highest bit is not ``side``; what other programs wrote before the flip is then visible."""
-    # Use assembly, because Triton has no load-acquire. Only one thread of the program polls, because polling
-    # delays the arrivals of other programs.
+    """Wait until the word's highest bit differs from ``side``; what others wrote before the flip is then visible."""
+    # Use assembly, because Triton has no load with acquire semantics. Only one thread of the program polls, because
+    # polling delays the arrivals of other programs.
     tl.inline_asm_elementwise(
         """
         {

@@ -49,9 +49,9 @@ def moments_of(
 
     ``near`` is subtracted from the values x before they are summed, because E[x^2] - E[x]^2 loses all precision if the
     mean is much larger than the standard deviation. Each of n values is at most sqrt(n) standard deviations from their
-    mean. ``near`` is one of the values or the mean of a few of them, so n low^2 is at most n M2. Thus the computed sum
-    of (x - near)^2, which is M2 + n low^2, is at most (n + 1) M2. Subtracting n low^2 from this sum therefore increases
-    its relative rounding error at most about n times.
+    mean. ``near`` is one of the values or the mean of a few of them, so low^2 is at most n times the variance, which is
+    M2. Thus the computed sum of (x - near)^2, which is M2 + n low^2, is at most (n + 1) M2. Subtracting n low^2 from
+    this sum therefore increases its relative rounding error at most about n times.
     """
     R: tl.constexpr = FORM[1]
     V: tl.constexpr = FORM[2]
@@ -104,7 +104,7 @@ def merge(partial, first, last, share, channel, shape, EACH: tl.constexpr):
 
 @triton.jit
 def store_part(partial, part, near, low, m2, channel, C):
-    """Write a part's moments to ``partial``: near, low and M2, with C floats each."""
+    """Write a part's moments near, low and M2 to ``partial``, which has C floats for each of them."""
     at = partial + part * (3 * C) + channel
     tl.store(at, near, mask=channel < C)
     tl.store(at + C, low, mask=channel < C)
@@ -122,7 +122,7 @@ def load_or(p, channel, C, default):
 
 @triton.jit
 def publish(stats, count, base, low, var, gamma, beta, eps, channel, C, write):
-    """Return the slice's scale and offset, and store the slice's columns of ``stats`` if ``write``."""
+    """Return the slice's scale and offset, and store the slice's columns of ``stats`` if ``write`` is true."""
     invstd = 1.0 / tl.sqrt_rn(tl.maximum(var, 0.0, propagate_nan=tl.PropagateNan.ALL) + eps)
     scale = invstd * gamma
     offset = tl.fma(-low, scale, beta)

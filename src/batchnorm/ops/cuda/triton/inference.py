@@ -1,4 +1,4 @@
-"""Normalize by given statistics: a kernel for dense tensors, and one for channels-last tensors of any row stride."""
+"""Normalize by given statistics: a kernel for dense tensors, and one for channels-last tensors with any row stride."""
 
 from __future__ import annotations
 

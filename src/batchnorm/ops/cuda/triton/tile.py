@@ -100,8 +100,9 @@ def load_tile(x, strides, first, last, channel, shape, FORM: tl.constexpr):
 def sample(x, strides, first, last, channel, shape, FORM: tl.constexpr):
     """Estimate the mean of each channel over the units ``first`` to ``last - 1`` from a few of the values.
 
-    The estimate is the first value (channels last), or the mean of the first 32 values or of all values if there are
-    fewer (channels first). The result has the shape [W], and is 0 for a channel whose estimate is not finite.
+    For channels last, the estimate is the first value. For channels first, it is the mean of the first 32 values, or of
+    all values if there are fewer than 32. The result has the shape [W], and is 0 for a channel whose estimate is not
+    finite.
     """
     V: tl.constexpr = FORM[2]
     A: tl.constexpr = FORM[3]
@@ -133,11 +134,11 @@ def totals(s, t, FORM: tl.constexpr):
 
 @triton.jit
 def opaque(v, ON_DEVICE: tl.constexpr):
-    """Return ``v`` through inline assembly, so that the compiler cannot know that the value is unchanged.
+    """Pass ``v`` through inline assembly, so that the compiler cannot know that the returned value is still ``v``.
 
     Otherwise, when a program loops over its tiles a second time, the compiler would reuse the float32 values and the
-    addresses of the first loop. Holding them between the loops takes many registers. ON_DEVICE is false in Triton's
-    interpreter, which does not support assembly.
+    addresses of the first loop. Holding them between the loops would take many registers. ON_DEVICE is false in
+    Triton's interpreter, which does not support assembly.
     """
     if not ON_DEVICE:
         return v
