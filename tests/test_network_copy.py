@@ -167,6 +167,13 @@ def test_restored_brings_replaced_buffers_back():
     assert net.momentum == 0.1
 
 
+def test_only_networks_are_accepted():
+    with pytest.raises(TypeError, match="not the class ReLU: pass an instance"):
+        bn.convert(nn.ReLU, torch.zeros(1))
+    with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module, not dict"):
+        bn.fold({}, torch.zeros(1))
+
+
 def test_wrappers_are_refused():
     with pytest.raises(TypeError, match=r"net\.module"):
         private_copy(nn.DataParallel(nn.Linear(1, 1)))

@@ -1,8 +1,10 @@
 """Networks by the names that users type."""
 
 import sys
+from importlib import import_module
 
 import pytest
+import zoo
 from torch import nn
 
 from batchnorm.network_factory import make_network
@@ -83,3 +85,15 @@ def test_a_name_that_leads_to_no_network(folder, name, says):
 def test_functions_of_the_standard_library_are_not_called():
     with pytest.raises(ValueError, match="os:abort is a function of Python's standard library"):
         make_network("os:abort")
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("library", ["torchvision", "timm"])
+def test_a_misspelled_network_of_a_library(library):
+    try:
+        zoo.import_torchvision()
+        import_module(library)
+    except (ImportError, RuntimeError, OSError) as error:
+        pytest.skip(f"needs {library}: {error}")
+    with pytest.raises(ValueError, match=r"did you mean .*resnet18"):
+        make_network(f"{library}:resnet-18")

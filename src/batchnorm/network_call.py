@@ -32,6 +32,7 @@ def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
     Raises:
         TypeError: if the batch has another type or is an empty tuple or list; pass ``forward=`` to :func:`call` then.
+            Also if the batch is a shape, such as (8, 3, 32, 32), instead of a tensor.
 
     >>> arguments((torch.zeros(2), "labels"))
     ((tensor([0., 0.]),), {})
@@ -39,6 +40,8 @@ def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(batch, Tensor):
         return (batch,), {}
     if isinstance(batch, tuple | list) and batch:
+        if len(batch) > 1 and all(type(item) is int for item in batch):
+            raise TypeError(f"the batch is the shape {tuple(batch)}: pass a tensor, such as torch.randn{tuple(batch)}")
         return (batch[0],), {}
     if isinstance(batch, Mapping):
         return (), dict(batch)

@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from difflib import get_close_matches
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from inspect import signature
@@ -15,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-# Matches torchvision:NAME and timm:NAME. The command "bench networks" uses a slash instead of the colon.
+# Matches torchvision:NAME and timm:NAME. The rows of the result files have a slash instead of the colon.
 _LIBRARY = re.compile(r"(torchvision|timm)[:/]([\w.-]+)")
 # Without init_weights=True, these networks warn that their default initialization will change.
 _INIT_WEIGHTS = ("googlenet", "inception_v3")
@@ -103,7 +104,10 @@ def _from_library(library: str, name: str, classes: int | None) -> nn.Module:
     except ModuleNotFoundError as error:
         raise ValueError(f"{name} needs {error.name}, which is not installed; run: pip install {library}") from error
     except Exception as error:  # both libraries raise various errors, for example if the name is unknown
-        raise ValueError(f"cannot make {library}'s {name}: {str(error).partition(chr(10))[0]}") from error
+        known = import_module("timm" if library == "timm" else "torchvision.models").list_models()
+        near = [] if name in known else get_close_matches(name, known)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise ValueError(f"cannot make {library}'s {name}: {str(error).partition(chr(10))[0]}{hint}") from error
 
 
 def _import_file(path: Path) -> Any:

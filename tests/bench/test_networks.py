@@ -282,7 +282,7 @@ def test_rows_that_compile_come_last_and_share_the_stock_network():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--networks", "resnet18"], "give torchvision/NAME, timm/NAME or MODULE:FUNCTION"),
+        (["--networks", "resnet18"], "give torchvision:NAME, timm:NAME or MODULE:FUNCTION"),
         (["--networks", "test_networks:tiny", "test_networks:absent"], "test_networks has no function absent"),
         (["--networks", "nosuch:build"], "cannot make a network from nosuch:build: No module named 'nosuch'"),
         (["--networks", "test_networks:raises"], "test_networks:raises raised RuntimeError; nothing was written"),

@@ -64,7 +64,7 @@ def test_four_examples_a_rank_always_fit(world_size, data):
     ids=["one example", "batches of one", "one left over", "one for a rank", "nothing"],
 )
 def test_impossible_layouts_say_what_to_do(n, batch_size, world_size):
-    with pytest.raises(ValueError, match=f"or batch_size >= {4 * world_size}"):
+    with pytest.raises(ValueError, match=f"and a batch size of {4 * world_size} or more"):
         Order((n,), batch_size, train=True, shuffle="epoch", seed=0, world_size=world_size)
 
 

@@ -11,6 +11,7 @@ from torch.nn.utils import parametrizations
 import batchnorm as bn
 from batchnorm.layers import BatchNorm
 from batchnorm.layers.fusion import Fused
+from batchnorm.surgery.convert import AMPLIFIED, LARGE_ERROR
 
 NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
@@ -406,3 +407,12 @@ def test_a_layer_that_only_feeds_a_sum_has_no_activation_to_fuse():
     report = bn.convert(Shortcut(), torch.randn(4, 3, 5, 5)).report
     reasons = [site.reason for site in report.sites if site.reason]
     assert reasons == ["activation: none, its output goes to a sum"]
+
+
+def test_a_note_says_that_the_example_amplifies_rounding():
+    torch.manual_seed(0)
+    net = nn.Sequential(*(m for _ in range(60) for m in (nn.Linear(16, 16), nn.BatchNorm1d(16), nn.ReLU())))
+    deep, shallow = (bn.convert(part, torch.randn(3, 16)).report for part in (net, net[:6]))
+    assert deep.relative_error > LARGE_ERROR > shallow.relative_error
+    assert AMPLIFIED in deep.notes
+    assert AMPLIFIED not in shallow.notes

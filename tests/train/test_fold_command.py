@@ -69,10 +69,20 @@ def test_from_the_shell(folder):
 def test_weights_and_shape(folder, suffix, capsys):
     net, path = weights(folder, suffix)
     fold("mynets:net", folder / "net.pt2", weights=path, input=(1, 3, 8, 8))
-    assert "net.pt2: relative error" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "net.pt2: relative error" in said.out
+    assert said.err == ""
     x = torch.randn(3, 3, 8, 8)
     program = torch.export.load(folder / "net.pt2").module()
     torch.testing.assert_close(program(x), net(x), rtol=1e-4, atol=1e-5)
+
+
+def test_a_network_that_was_never_trained_gets_a_warning(folder, capsys):
+    fold("mynets:with_example", folder / "net.pt2")
+    assert "mynets:with_example have never been trained: to write a trained network, add --weights" in (
+        capsys.readouterr().err
+    )
+    assert (folder / "net.pt2").exists()
 
 
 @pytest.mark.parametrize(

@@ -197,7 +197,9 @@ def test_fused_activations_stay_when_batch_normalization_goes():
 
 
 def test_statistics_of_all_ranks_need_layers_of_this_library(source):
-    with pytest.raises(ValueError, match=r"statistics=sync needs .*but 1 is torch\.nn's: add --normalize convert"):
+    with pytest.raises(
+        ValueError, match=r"statistics=sync needs .*but 1 is a torch\.nn layer: add --normalize convert"
+    ):
         small(factory=f"{source}:build", statistics="sync").network(3)
     net = small(factory=f"{source}:build", statistics="sync", normalize="convert").network(3)
     assert isinstance(net[1].statistics, bn.Sync)

@@ -105,7 +105,7 @@ def test_the_statistics_of_a_frozen_source_move_again(source, tmp_path):
         ("--from {folder}/absent.pt", "absent.pt: no such file or directory"),
         ("--from {folder}", "is not the folder of a run: it holds "),
         ("--from {folder}/unfinished", "unfinished has no final network: its training has not finished"),
-        ("--freeze-statistics", "freeze_statistics keeps the statistics of a trained network: add --from"),
+        ("--freeze-statistics", "--freeze-statistics needs the statistics of a trained network: add --from"),
         ("--from {pretrained} --freeze-statistics", "but 1 is a torch.nn layer: add --normalize convert"),
         ("--from {pretrained} --freeze-statistics --normalize remove", "nothing to freeze: the network has no"),
     ],

@@ -76,7 +76,7 @@ def test_help_says_what_each_recipe_has(capsys, monkeypatch):
     [
         (["--data", "nowhere"], "nowhere"),
         (["--data", "DATA", "--size", "16"], "32 px or more, not 16"),
-        (["--data", "DATA", "--batch-size", "1"], "leave a rank fewer than 2"),
+        (["--data", "DATA", "--batch-size", "1"], "some step has fewer than 2 examples, too few"),
     ],
     ids=["no data", "too small", "batch of one"],
 )

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .. import ops
+from ..errors import differences
 from ..ops.cuda import resident, schedule
 from ..ops.cuda.layout import geometry_of
 from ..results import environment
@@ -135,9 +136,10 @@ def earlier_rows(path: Path, machine: dict[str, Any], processors: int) -> dict[K
     if not path.exists():
         return {}
     report = json.loads(path.read_text())
-    if report["hardware"] != machine:
+    if other := differences(report["hardware"], {**dict.fromkeys(report["hardware"]), **machine}):
         raise ValueError(
-            f"{path} was measured with {report['hardware']}, but this run has {machine}: choose another --out"
+            f"the results in {path} are from other hardware, other versions or another method ({'; '.join(other)}):"
+            " choose another --out"
         )
     found = {}
     for row in report["rows"]:

@@ -140,7 +140,7 @@ def compare(runs: Iterable[LearningRun]) -> dict[str, Any]:
 
 def learning(
     data: Path,
-    network: str = "torchvision/resnet18",
+    network: str = "torchvision:resnet18",
     seeds: tuple[int, ...] = (0, 1, 2),
     size: int = 64,
     batch: int = 256,
@@ -155,7 +155,7 @@ def learning(
 
     Args:
         data: an image folder or tar shards, with the splits train and val.
-        network: torchvision/NAME, timm/NAME or MODULE:FUNCTION, with at least as many outputs as there are classes.
+        network: torchvision:NAME, timm:NAME or MODULE:FUNCTION, with at least as many outputs as there are classes.
         seeds: seeds of the weights, the order of the images and the crops; the comparison needs several, such as
             0 1 2.
         size: height and width of the crops.

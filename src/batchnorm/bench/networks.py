@@ -34,6 +34,7 @@ from typing import Any
 import torch
 
 from ..errors import JobsFailedError, above, at_least, differences
+from ..network_factory import is_of_library
 from ..pictures import picture_beside
 from ..processes import Remote
 from ..results import check_writable, environment, read_json, write_result
@@ -339,7 +340,7 @@ def networks(
     """Compare the time and memory of training steps between stock and converted networks.
 
     Args:
-        networks: torchvision/NAME, timm/NAME, or MODULE:FUNCTION; the function returns a classifier, or a classifier
+        networks: torchvision:NAME, timm:NAME, or MODULE:FUNCTION; the function returns a classifier, or a classifier
             and an example batch.
         modes: eager, graph (the whole step as one CUDA graph), compiled (both networks under torch.compile) and backend
             (the stock network under torch.compile with this library's backend). These four are the default on a GPU;
@@ -366,6 +367,8 @@ def networks(
         JobsFailedError: if a row failed; the other rows are written.
     """
     end = time.monotonic() + 60 * minutes
+    # The rows of result files have a slash in these names.
+    networks = tuple(name.replace(":", "/") if is_of_library(name) else name for name in networks)
     device = find_device(device).type
     modes = modes or (("eager", "graph", *COMPILED_TOGETHER) if device == "cuda" else ("eager",))
     batches = batches or ((256, 32) if device == "cuda" else (8,))
@@ -410,8 +413,8 @@ def _check(networks: Sequence[str], modes: Sequence[Mode], device: str, **number
     if not networks:
         raise ValueError("networks is empty: give at least one network")
     for name in networks:
-        if not name.startswith(("torchvision/", "timm/")) and not name.partition(":")[2]:
-            raise ValueError(f"'{name}' is not a network: give torchvision/NAME, timm/NAME or MODULE:FUNCTION")
+        if not is_of_library(name) and not name.partition(":")[2]:
+            raise ValueError(f"'{name}' is not a network: give torchvision:NAME, timm:NAME or MODULE:FUNCTION")
         library = name.partition("/")[0]
         if library in ("torchvision", "timm") and find_spec(library) is None:
             raise ValueError(f"{name} needs {library}, which is not installed; run: pip install {library}")

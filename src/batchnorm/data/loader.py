@@ -28,7 +28,7 @@ WORKERS = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity"
 
 
 class Request(NamedTuple):
-    """A request for some examples of an epoch."""
+    """The examples of an epoch that a worker process should load."""
 
     epoch: int
     examples: NDArray[np.int64]

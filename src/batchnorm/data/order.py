@@ -68,10 +68,12 @@ class Order:
             raise ValueError(f"shuffle={self.shuffle!r} is unknown: choose 'fixed' or 'epoch'")
         least = min((self.step_size(s) for s in range(max(0, len(self) - 2), len(self))), default=0)
         if self.train and least < 2 * self.world_size:
+            enough, several = 4 * self.world_size, self.world_size > 1
             raise ValueError(
-                f"{self.num_examples} example(s) in batches of {self.batch_size} over {self.world_size} rank(s) leave a"
-                " rank fewer than 2 examples in some step, too few for batch normalization: use fewer ranks, or"
-                f" batch_size >= {4 * self.world_size} and at least {4 * self.world_size} examples"
+                f"with {self.num_examples} examples and a batch size of {self.batch_size}"
+                f"{f' over {self.world_size} ranks' if several else ''}, some step has fewer than 2 examples"
+                f"{' per rank' if several else ''}, too few for batch normalization: use at least {enough} examples and"
+                f" a batch size of {enough} or more{', or fewer ranks' if several else ''}"
             )
 
     @property

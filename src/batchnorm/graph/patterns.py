@@ -136,7 +136,7 @@ def normalize_and_add(
 
 
 def exactly(values: Any, count: int) -> Any:
-    """Return ``values``; raise ValueError, as ``a, b = values`` does, unless there are exactly ``count`` values."""
+    """Return ``values`` if there are ``count`` of them; otherwise, raise the ValueError that unpacking would raise."""
     if len(values) > count:
         raise ValueError(f"too many values to unpack (expected {count})")
     if len(values) < count:

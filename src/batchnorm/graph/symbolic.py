@@ -72,7 +72,7 @@ class Traced(NamedTuple):
     reads: list[tuple[str, str]]
     """The module path and name of each attribute that was read; ``_modules`` stands for the list of children."""
     opened: list[str]
-    """The paths of the children that were traced into, so that the graph contains the calls in their forwards."""
+    """The paths of the children that were traced into: instead of a call of the child, the graph has its code."""
     type_checked: list[str]
     """The paths of the children whose output's type the code checked."""
     stacks: dict[str, tuple[str, ...]]
@@ -393,7 +393,7 @@ class _Typed:
             return type(self)
         if not isinstance(self, Attribute) and self.tracer.is_tensor(self.node):
             return Tensor
-        # If the user's code contains no type check, __class__ was read by a C++ function of torch that checks its
+        # If the calling code has no type check, the reader of __class__ must be a C++ function of torch that checks its
         # arguments. For isinstance() with an abstract class, __class__ is read in abc.py, not in the user's code.
         if _caller() != "abc" and not _asks_for_types(sys._getframe(1).f_code):
             return type(self)

@@ -144,11 +144,11 @@ def _drift_rows(plain: Run, bn: Run) -> list[list[str]]:
         "z": '"much more stable as training progresses"',
         "x": "not in the paper; BN does not keep this distribution fixed",
     }
-    names = {"z": "sigmoid inputs", "x": "x = Wu before normalization"}
+    names = {"z": "sigmoid inputs", "x": "Wu (before normalization)"}
     rows = []
     kinds: tuple[Literal["z", "x"], ...] = ("z", "x")
     for of in kinds:
         values = [float(drift(r.percentiles, r.layers[-1], of).sum(0).median()) for r in (plain, bn)]
-        what = f"total drift of {names[of]} in the last hidden layer, relative to the distribution's width; median unit"
+        what = f"drift of {names[of]} over the training, in widths of the distribution (last hidden layer, median)"
         rows.append([what, quotes[of], *(f"{v:.1f}" for v in values)])
     return rows

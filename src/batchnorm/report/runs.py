@@ -186,8 +186,8 @@ def _place(curve: str) -> int:
 def _recipe(folder: Path) -> dict[str, Any]:
     """Return the settings of a run of ``batchnorm train``, keyed by the names that the page shows.
 
-    The names have spaces instead of underscores. A recipe's ``batch_norm`` therefore becomes "batch norm", and the run
-    is not taken for one of Section 4.1's two networks, which the key ``batch_norm`` marks.
+    The names have spaces instead of underscores. This also renames a recipe's ``batch_norm``: the report treats a run
+    with that key as one of the two networks of Section 4.1, and a run of ``batchnorm train`` is not one of them.
     """
     return {key.replace("_", " "): value for key, value in _json(folder / "recipe.json").items()}
 

@@ -40,7 +40,7 @@ def alternatives(results: Path) -> str:
             "`torch.nn.BatchNorm2d`",
             "evaluate well: its running averages [lag behind the weights]"
             f"({tests}/test_stale_averages.py)",
-            "`bn.estimate_(net, batches)`: exact statistics, with standard errors",
+            "`bn.estimate_(net, batches)`: statistics of the trained weights, with standard errors",
         ],
         [
             "`torch.nn.BatchNorm2d`",

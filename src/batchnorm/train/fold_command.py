@@ -78,6 +78,12 @@ def fold(
             except RuntimeError as error:
                 problem = difference(net.state_dict(), state) or error
                 raise ValueError(f"{weights} does not fit {network}: {problem}") from error
+        elif _never_trained(net):
+            print(
+                f"warning: the batch normalization layers of {network} have never been trained: to write a trained"
+                " network, add --weights FILE",
+                file=sys.stderr,
+            )
         if input:
             example = _example(net, input)
     if example is None:
@@ -93,6 +99,12 @@ def fold(
     for warning in caught:
         print(f"warning: {warning.message}", file=sys.stderr)
     print(done)
+
+
+def _never_trained(net: nn.Module) -> bool:
+    """Return whether the network has counters of training batches, and all of them are 0."""
+    counters = [b for name, b in net.named_buffers() if name.rpartition(".")[2] == "num_batches_tracked"]
+    return bool(counters) and not any(bool(b) for b in counters)
 
 
 def _metadata(run: TrainedRun) -> dict[str, str]:

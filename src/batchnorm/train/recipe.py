@@ -128,7 +128,9 @@ class Recipe:
         if self.factory == "" and self.normalize not in (None, "as-is"):
             raise ValueError(f"normalize={self.normalize} applies only to a network of your own: add --network")
         if self.freeze_statistics and self.start == "":
-            raise ValueError("freeze_statistics keeps the statistics of a trained network: add --from")
+            raise ValueError(
+                "--freeze-statistics needs the statistics of a trained network: add --from RUN or --from FILE"
+            )
 
     def network(self, classes: int) -> nn.Module:
         """Build the recipe's network with its initial weights.

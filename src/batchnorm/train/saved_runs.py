@@ -111,7 +111,7 @@ class SavedRun(NamedTuple):
         result = self.folder / "result.json"
         if result.exists() and read_json(result).get("diverged"):
             return "its training diverged; use another run"
-        return "its training has not finished, or its folder final was removed; run its training command again"
+        return "its training has not finished, or its subfolder 'final' was removed; run its training command again"
 
 
 def open_run(folder: Path, *, trust: bool = False) -> SavedRun:

@@ -118,7 +118,7 @@ class Shadows:
         """
         aside = self.weight_gradients
         rows, kept = list[Trained](), list[Tensor]()
-        # Do not use y.backward(dy): it would copy gradients that are views, such as those of concatenated kernels.
+        # Do not use y.backward(dy): it would copy gradients that are views, such as those of concatenated weights.
         whole = range(len(self.used))
         parts = [(whole, torch.autograd.grad(y, self.used, dy))] if aside is None else aside.backward(y, dy, self.used)
         for k, (places, grads) in enumerate(parts):

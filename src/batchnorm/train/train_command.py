@@ -198,7 +198,7 @@ def _name(own: Recipe) -> str:
 
     ``normalize`` is left out if it is "as-is".
 
-    >>> _name(Recipe(factory="nets/small.py:build", normalize="insert")), _name(Recipe(factory="timm/resnet50"))
+    >>> _name(Recipe(factory="nets/small.py:build", normalize="insert")), _name(Recipe(factory="timm:resnet50"))
     ('small-build-insert', 'timm-resnet50')
     """
     source, _, function = own.factory.rpartition(":")

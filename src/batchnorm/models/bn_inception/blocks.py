@@ -170,7 +170,8 @@ def _is_dense(conv: nn.Module) -> bool:
     )
 
 
-# The arguments are: input channels, output channels, kernel size, stride, output height, name of the table's row.
+# The arguments are: input channels, output channels, kernel size, stride, output height, and the name of the module's
+# row in the paper's appendix table, such as "3a".
 MakeUnit = Callable[[int, int, int, int, int, str], Unit]
 
 

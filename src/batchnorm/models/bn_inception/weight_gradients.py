@@ -35,7 +35,7 @@ class WeightGradients:
 
     def __init__(self) -> None:
         # With two streams instead of one, a step at batch size 32 is about 1% faster, because a long kernel on one
-        # stream does not delay the gradients on the other. Three streams are slower.
+        # stream does not delay the gradients on the other. A third stream saves no time.
         self.streams = deque([torch.cuda.Stream(), torch.cuda.Stream()])
         self.update_stream = torch.cuda.Stream()
         self.pending: deque[tuple[torch.cuda.Event, tuple[Tensor, ...]]] = deque()

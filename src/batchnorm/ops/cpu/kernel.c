@@ -390,7 +390,7 @@ static void run(Call *c, void (*work)(void *), i64 tasks, i64 threads) {
 
 // A group of channels is processed as a series of matrices, in which each channel has its own columns. If a plane has
 // up to WIDTH values, a matrix row holds the group's planes of one example. A longer plane is divided into matrix rows
-// of RUN values, of which the last may be shorter; a group then has only one channel.
+// of RUN values (the last row may be shorter); a group then has only one channel.
 typedef struct {
     i64 from, here;       // first channel, number of channels
     i64 width, each;      // columns, columns per channel

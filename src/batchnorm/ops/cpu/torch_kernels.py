@@ -41,7 +41,10 @@ LARGE_HALF = 1 << 20
 
 
 def is_fast(x: Tensor) -> bool:
-    """Return whether torch's kernels are the fastest for ``x``, and accurate if the mean is small (see CONDITION)."""
+    """Return whether torch's kernels are the fastest for ``x``.
+
+    They are accurate only if the mean is small (see CONDITION).
+    """
     elements, shape = x.numel(), x.shape
     channels = shape[1]
     if elements <= channels:  # with one value per channel, the kernel's unbiased variance would be 0/0

@@ -345,7 +345,7 @@ struct Walk {
     }
 };
 
-// Stores a vector's sign bits. A float32 vector has only four bits, so two neighboring threads share a byte. Both
+// Stores a vector's sign bits. A float32 vector has only four sign bits, so two neighboring threads share a byte. Both
 // threads always have a vector, because resident.py makes sure that each row or channel has an even number of vectors.
 __device__ __forceinline__ void store_bits(unsigned char* to, u32 bits) {
 #if V == 8

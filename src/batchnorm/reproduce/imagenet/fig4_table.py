@@ -72,7 +72,7 @@ class Gain(NamedTuple):
 
     def __str__(self) -> str:
         change = f"{self.before:.2%} to {self.after:.2%} (standard error of the difference {self.standard_error:.2%})"
-        return f"{self.name} lowers the {self.error} error: {self.verdict}, {change}"
+        return f"with {self.name.rstrip(',')}, the {self.error} error is lower: {self.verdict}, {change}"
 
     def as_dict(self) -> dict[str, Any]:
         """Return the numbers with the verdict, for ``fig4.json``."""

@@ -73,10 +73,12 @@ def moments_of(
 def merge(partial, first, last, share, channel, shape, EACH: tl.constexpr):
     """Merge the moments of the parts ``first`` to ``last - 1``, in a fixed order; return base, low and M2.
 
-    M2 = sum(M2_part + n_part (mean_part - mean)^2) (Chan, Golub & LeVeque). All means are relative to ``base``, the
-    mean of the first part, so the mean is base + low. The term s1 * low that is subtracted at the end is n low^2, where
-    n is the number of values. The first of K parts has at least n / K values, and alone adds at least (n / K) low^2 to
-    M2. So M2 is at least 1/K of the subtracted term, and little precision is lost.
+    ``base`` is the mean of the first part, and ``low`` is the mean of all parts minus ``base``.
+
+    M2 = sum(M2_part + n_part (mean_part - mean)^2) (Chan, Golub & LeVeque). The code subtracts ``base`` from the means
+    before it adds them up. The term s1 * low that is subtracted at the end is n low^2, where n is the number of values.
+    The first of K parts has at least n / K values, and alone adds at least (n / K) low^2 to M2. So M2 is at least 1/K
+    of the subtracted term, and little precision is lost.
     """
     PARTS: tl.constexpr = 32
     C = shape[0]
