@@ -40,7 +40,8 @@ class Residence(NamedTuple):
 
     threads: int
     each: int  # programs per multiprocessor
-    # SV in resident.cu: a slice's number of vectors per location (channels last) or per example (woven form), else 1
+    # SV in resident.cu: the number of vectors that a slice has per location if the tensor is channels last, and per
+    # example in woven form; 1 otherwise
     lanes: int
     plane: int  # in woven form, the number of locations per example; else 0
     kept: int  # maximum number of vectors of each tensor that a thread keeps on chip
