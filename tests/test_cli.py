@@ -294,3 +294,11 @@ def test_published_results_are_not_overwritten_by_default(command):
     module, _, function = COMMANDS[command][0].partition(":")
     out = default_out(getattr(import_module(module), function))
     assert not isinstance(out, Path) or out.parts[0] != "results"
+
+
+def test_errors_name_options_not_classes(capsys):
+    with pytest.raises(SystemExit):
+        main(["reproduce", "fig1", "--steps", "-5"])
+    said = capsys.readouterr().err
+    assert "\nsteps=-5: must be 1 or more\n" in said
+    assert "Fig1:" not in said

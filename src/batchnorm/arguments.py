@@ -102,6 +102,8 @@ def _without_box(text: str, prog: str) -> str:
             lines.append(f"{prog}: {title[:1].lower()}{title[1:]}" if title else "")
         else:
             lines.append((row[1:-1].removeprefix(" ") if row[:1] in ("│", "|") else row).rstrip())
+    # For an error in a dataclass, tyro names the dataclass, which users do not know.
+    lines = [re.sub(r"^ *Error parsing (?!-)[^:]*: ", "", line) for line in lines]
     return dedent("".join(f"{line}\n" for line in lines if line.strip("╰╯─- ")))
 
 
