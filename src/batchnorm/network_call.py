@@ -66,11 +66,15 @@ def call(net: nn.Module, batch: Any, forward: Forward | None = None) -> Any:
         form = _misfit(net, args, kwargs)
         if form is None:
             raise
-        called = "net(batch)" if isinstance(batch, Tensor) else "net(batch[0])" if args else "net(**batch)"
+        if isinstance(batch, Mapping):
+            called, remedy = "net(**batch)", "the keys must be names of arguments of the network's forward"
+        else:
+            called = "net(batch)" if isinstance(batch, Tensor) else "net(batch[0])"
+            remedy = "pass a dict of inputs by name or, if the function that you called has a forward= argument, use it"
+            if not isinstance(batch, Tensor):
+                remedy += ", for example forward=lambda net, batch: net(*batch)"
         raise TypeError(
-            f"the network cannot be called as {called} on a batch of type {type(batch).__name__}: {form}; pass a"
-            " dict of inputs by name or, if the function that you called has a forward= argument, pass"
-            " forward=lambda net, batch: net(*batch)"
+            f"the network cannot be called as {called} on a batch of type {type(batch).__name__}: {form}; {remedy}"
         ) from error
 
 

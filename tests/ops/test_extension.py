@@ -29,7 +29,7 @@ def as_float(pointer):
 
 
 class Device:
-    """A stand-in for CUDA whose "kernels" are Python functions that write to CPU memory."""
+    """A stand-in for CUDA: a launch records its arguments, and multiplies an array in CPU memory by a number."""
 
     def __init__(self):
         self.calls, self.capturing, self.result = [], 0, 0

@@ -237,7 +237,8 @@ def test_ten_times_chance_is_not_asked_of_few_classes(results, monkeypatch):
 
 @pytest.mark.parametrize(("accuracy", "verdict"), [(0.0139, "seen"), (0.0141, "not seen")])
 def test_the_sigmoid_without_bn(results, accuracy, verdict):
-    # Chance is 1%, and its standard error over 10,000 images is 0.0995%. Above chance means more than four of these.
+    # Chance is 1%, and its standard error over 10,000 images is 0.0995%. An accuracy counts as above chance if it
+    # exceeds 1% by more than four standard errors.
     results.add("inception-sigmoid-xavier", {100: 0.01, 200: accuracy})
     assert judged(results, "Inception with sigmoid fails to train (Xavier").verdict == verdict
     assert judged(results, "Inception with sigmoid fails to train (Kaiming").verdict == "not run yet"

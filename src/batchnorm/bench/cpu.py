@@ -49,7 +49,7 @@ class Case:
     dtype: str = "float32"
 
     def bar(self, activation: str) -> float:
-        """Return the upper limit of our time divided by torch's.
+        """Return the upper limit for the ratio of our time to torch's.
 
         >>> Case("", (8, 64)).bar("relu"), Case("", (8, 64, 7, 7), LAST).bar("none")
         (1.0, 1.25)

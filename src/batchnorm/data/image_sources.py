@@ -63,9 +63,10 @@ class FolderSource:
         classes = _class_names(reference) if reference.is_dir() else present
         unknown = sorted(set(present) - set(classes))
         if unknown:
+            listed = ", ".join([*unknown[:5], "..."] if len(unknown) > 5 else unknown)
             raise ValueError(
-                f"{root / split} has classes that {reference} lacks ({', '.join(unknown[:5])}): add them to"
-                f" {reference}, or remove them from {root / split}"
+                f"{root / split} has classes that {reference} lacks ({listed}): add them to {reference}, or remove them"
+                f" from {root / split}"
             )
         index = {name: i for i, name in enumerate(classes)}
         files = [(f"{split}/{name}/{file}", index[name]) for name in present for file in _images(root / split / name)]

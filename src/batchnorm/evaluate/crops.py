@@ -74,7 +74,7 @@ class Crops:
 
     @classmethod
     def of(cls, count: Count, size: int) -> Crops:
-        """Return one of the usual sets of 1, 10 or 144 crops, for crops of any size.
+        """Return one of the usual sets of 1, 10 or 144 crops, with its scales adapted to crops of ``size`` pixels.
 
         A set of 1 has only the center crop. A set of 10 has the corners and the center of the center square at one
         scale, and their mirror images (Krizhevsky et al., 2012). A set of 144 has GoogLeNet's crops: 4 scales x 3

@@ -404,7 +404,9 @@ class _Typed:
             return iter([self[i] for i in range(len(self))])  # type: ignore[index]
         count = _unpacked(sys._getframe(1))
         if count is None:
-            raise Untraceable("its code loops over a tensor, or over the shape of a tensor that it computes")
+            raise Untraceable(
+                "its code loops over a tensor, over a module's output, or over the shape of a computed tensor"
+            )
         items = self.tracer.create_proxy("call_function", exactly, (self, count), {})
         return iter([items[i] for i in range(count)])
 

@@ -145,9 +145,8 @@ def normalize_batch_(
 ) -> Tensor:
     """Normalize like :func:`batch_norm_` but return only the output, as ``torch.nn.functional.batch_norm`` does.
 
-    This function is faster than :func:`batch_norm_` for small batches.
-
-    The other arguments are those of :func:`batch_norm`.
+    This function is faster than :func:`batch_norm_` for small batches. It has no ``feature_dims``, ``residual`` and
+    ``mask``. ``x``, ``gamma``, ``beta``, ``eps`` and ``activation`` are those of :func:`batch_norm`.
 
     Args:
         running: the averages, updated in place.

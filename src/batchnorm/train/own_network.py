@@ -96,16 +96,16 @@ def _check(net: nn.Module, factory: str, example: Tensor, classes: int) -> None:
         raise ValueError(f"{factory} cannot take images of {size}: {why}; try another --size") from error
     if not isinstance(scores, Tensor):
         raise ValueError(
-            f"{factory} returns {type(scores).__name__} in training, not one tensor of class scores: wrap the"
-            " network in a module that returns only the scores"
+            f"the network of {factory} returns {type(scores).__name__} in training, not one tensor of class scores:"
+            " wrap it in a module that returns only the scores"
         )
     if scores.dim() != 2 or len(scores) != 2:
         raise ValueError(
-            f"{factory} returns a tensor of shape {tuple(scores.shape)} for 2 images, not one row of class scores per"
-            f" image: return a tensor of shape (2, {classes})"
+            f"the network of {factory} returns a tensor of shape {tuple(scores.shape)} for 2 images, not one row of"
+            f" class scores per image: its output must have the shape (number of images, {classes})"
         )
     if scores.shape[1] != classes:
         raise ValueError(
-            f"{factory} has {scores.shape[1]} outputs, but the data has {classes} classes: add a classes= argument to"
-            " the function and use it"
+            f"the network of {factory} has {scores.shape[1]} outputs, but the data has {classes} classes: add a"
+            " classes= argument to the function and use it"
         )

@@ -54,7 +54,7 @@ def _shown(value: object) -> str:
 
 
 def _field(name: str, kind: Any) -> tuple[str, Any, Any]:
-    if name == "freeze_statistics":  # no recipe sets this field, so it can be a flag
+    if name == "freeze_statistics":  # a flag, because no recipe sets this field to True
         return name, kind, False
     if name == "factory":
         shown = arg(name="network", metavar="FILE.py:FUNCTION", help_behavior_hint="(default: the paper's)")

@@ -173,8 +173,8 @@ def _best_ensemble(members: Sequence[MemberFiles], error: str) -> Gain:
 def _combine(members: Sequence[MemberFiles], crops: int, wrong: dict[tuple[int, str], Tensor]) -> Ensemble:
     """Average the members' probabilities, and add each image's errors to ``wrong``.
 
-    For each image, ``wrong[crops, error]`` is the fraction of members that are wrong, and ``wrong[-crops, error]`` is 1
-    if the ensemble is wrong and 0 otherwise.
+    The tensors in ``wrong`` have one number per image. ``wrong[crops, "top-1"]`` is the fraction of members that are
+    wrong. With a minus sign, ``wrong[-crops, "top-1"]`` is 1 if the ensemble is wrong and 0 otherwise.
     """
     ensemble = Ensemble()
     for member in members:

@@ -147,7 +147,7 @@ def differentiate_part(
     """Do the work of one program, which processes one part of a slice."""
     R: tl.constexpr = FORM[1]
     V: tl.constexpr = FORM[2]
-    EACH: tl.constexpr = 1 if FORM[0] else V  # values of one channel in a unit
+    EACH: tl.constexpr = 1 if FORM[0] else V  # number of values per channel in a unit
     # With relu and relu6, dz is dy or 0, so rounding dz to the dtype of dy changes nothing. PHASE 3 therefore holds dz
     # in registers instead of dy. With other activations, it holds dy and computes dz twice.
     HOLDS_DZ: tl.constexpr = PHASE == 3 and (ACT == RELU or ACT == RELU6)  # noqa: SIM109

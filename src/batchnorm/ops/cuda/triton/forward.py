@@ -204,7 +204,7 @@ def normalize_part(
     merged in two steps: first those of each group of up to 32 parts (a twig), then those of the twigs.
     """
     R: tl.constexpr = FORM[1]
-    EACH: tl.constexpr = 1 if FORM[0] else FORM[2]  # values of one channel in a unit
+    EACH: tl.constexpr = 1 if FORM[0] else FORM[2]  # number of values per channel in a unit
     C = shape[0]
     units = shape[1]
     # `partial` starts with two floats per channel for the old running averages. The moments of the parts follow.
