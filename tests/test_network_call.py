@@ -42,13 +42,19 @@ def test_other_batches_are_refused(batch):
 @pytest.mark.parametrize(
     ("batch", "found"),
     [
-        ((torch.zeros(2, 3), torch.zeros(2, 3)), r"net\(batch\[0\]\) on a batch of type tuple: missing .* 'input2'"),
-        ({"input1": torch.zeros(2, 3), "labels": 0}, r"net\(\*\*batch\) on a batch of type dict: missing"),
-        (torch.zeros(2, 3), r"net\(batch\) on a batch of type Tensor: missing"),
+        (
+            (torch.zeros(2, 3), torch.zeros(2, 3)),
+            r"net\(batch\[0\]\) on a batch of type tuple: missing .* 'input2'.*batch: net\(\*batch\)",
+        ),
+        (
+            {"input1": torch.zeros(2, 3), "labels": 0},
+            r"net\(\*\*batch\) on a batch of type dict: missing.*batch: net\(batch\[\"x\"\]\)",
+        ),
+        (torch.zeros(2, 3), r"net\(batch\) on a batch of type Tensor: missing.*batch: net\(batch, \.\.\.\)"),
     ],
 )
 def test_a_network_that_cannot_take_the_batch_names_forward(batch, found):
-    with pytest.raises(TypeError, match=rf"{found}.*forward=lambda net, batch: net\(\*batch\)"):
+    with pytest.raises(TypeError, match=found):
         network_call.call(nn.Bilinear(3, 3, 1), batch)
 
 

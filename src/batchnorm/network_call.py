@@ -66,15 +66,16 @@ def call(net: nn.Module, batch: Any, forward: Forward | None = None) -> Any:
         form = _misfit(net, args, kwargs)
         if form is None:
             raise
-        if isinstance(batch, Mapping):
-            called, remedy = "net(**batch)", "the keys must be names of arguments of the network's forward"
+        if isinstance(batch, Tensor):
+            called, working = "net(batch)", "net(batch, ...)"
+        elif isinstance(batch, Mapping):
+            called, working = "net(**batch)", 'net(batch["x"])'
         else:
-            called = "net(batch)" if isinstance(batch, Tensor) else "net(batch[0])"
-            remedy = "pass a dict of inputs by name or, if the function that you called has a forward= argument, use it"
-            if not isinstance(batch, Tensor):
-                remedy += ", for example forward=lambda net, batch: net(*batch)"
+            called, working = "net(batch[0])", "net(*batch)"
         raise TypeError(
-            f"the network cannot be called as {called} on a batch of type {type(batch).__name__}: {form}; {remedy}"
+            f"the network cannot be called as {called} on a batch of type {type(batch).__name__}: {form}; pass a dict"
+            " with exactly the inputs that the network takes, by name, or, if the function that you called has a"
+            f" forward= argument, say how to call the network: forward=lambda net, batch: {working}"
         ) from error
 
 
