@@ -171,7 +171,7 @@ SECTIONS: dict[str, list[Row]] = {
     "3.2. Convolutional networks": [
         Row(
             r"$z = g(Wu + b)$ becomes $z = g(\mathrm{BN}(Wu))$; the bias is dropped",
-            ("z = g(BN(Wu))", "z = g(Wu + b)", "l. 1-5; Sec. 3.2"),
+            ("z = g(BN(Wu))", "z = g(Wu + b)", "l. 1-5; Sec. 3.2", "Sec. 3.2 (bias)"),
             (
                 "paper/test_sec_3_2_convolution.py::test_a_bias_before_bn_is_canceled",
                 "known_problems/test_conventions.py::test_insert_leaves_no_dead_bias",

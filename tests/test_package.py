@@ -22,7 +22,7 @@ LAYERS = [
     ["cli"],
     ["reproduce", "bench"],
     ["train"],
-    ["evaluate", "report", "dynamo"],
+    ["diagnosis", "evaluate", "report", "dynamo"],
     ["surgery", "population", "inference", "monitor", "models", "data"],
     ["layers"],
     ["collectives", "graph", "verify", "jobs"],

@@ -28,6 +28,7 @@ To train a network:
 - ``param_groups(net, weight_decay)``: parameter groups for an optimizer, without weight decay on gamma and beta.
 - ``recompute()``: to save memory, run the forward pass inside ``with bn.recompute():``.
 - ``Monitor(net)``: record percentiles of the nonlinearities' inputs during training.
+- ``diagnose(net, batches)``: find out what is wrong with the batch normalization, and how to fix it.
 
 To ship a network:
 
@@ -45,6 +46,7 @@ the batch norms of ``torch.nn`` without converting the network. In a shell, ``ba
 from typing import TYPE_CHECKING, Any
 
 from . import data, models, ops
+from .diagnosis import diagnose
 from .inference import export, fold
 from .layers import BatchNorm1d, BatchNorm2d, BatchNorm3d, Ghost, Renorm, Sync, freeze_, param_groups, unfreeze_
 from .monitor import Monitor
@@ -67,6 +69,7 @@ __all__ = [
     "Sync",
     "convert",
     "data",
+    "diagnose",
     "estimate_",
     "export",
     "fold",
@@ -82,7 +85,7 @@ __all__ = [
 ]
 
 
-# These names are imported on first use, because they import many modules that most users of the layers do not need.
+# These names are imported on first use, because their modules import many others that most users do not need.
 _LAZY = {"load": "batchnorm.train.trained_run"}
 
 

@@ -65,6 +65,12 @@ COMMANDS = {
         "fold the BN of a run or of any network into its weights, and write an ONNX or torch.export file",
         "runs/mine -o net.onnx",
     ),
+    "diagnose": Command(
+        "batchnorm.train.diagnose_command:diagnose",
+        "say what is wrong with the batch normalization of a run, and how to fix it",
+        "runs/mine --data images",
+        RUNS,
+    ),
     "describe": Command(
         "batchnorm.train.train_command:describe",
         "print the layers, parameters and multiply-adds of the paper's network",
@@ -217,13 +223,13 @@ COMMANDS = {
 def main(arguments: list[str] | None = None) -> int:
     """Run a command line and return its exit status.
 
-    The status is 0 on success, 1 if a job failed or the output was closed, 2 for wrong usage or another error that the
-    user can fix, and 130 after Ctrl-C.
+    The status is 0 on success, 1 if a part of the work failed or the output was closed, 2 for wrong usage or another
+    error that the user can fix, and 130 if the command was stopped, for example with Ctrl-C.
     """
     try:
         status = _run(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()
-    except BrokenPipeError:  # the program that reads our output, such as `head`, has closed it
+    except BrokenPipeError:  # the program that reads the output, such as `head`, has closed the pipe
         # Python flushes stdout again at exit. Redirect stdout to devnull, so that this flush does not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -248,7 +254,7 @@ def _run(words: list[str]) -> int:
         return 130
     except UserCodeError as error:
         _print_users_part(error)
-        print(f"batchnorm {command}: {error}; nothing was written", file=sys.stderr)
+        print(f"batchnorm {command}: {error}; no results were written", file=sys.stderr)
         return 2
     except BrokenPipeError:
         raise

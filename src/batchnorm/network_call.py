@@ -51,6 +51,15 @@ def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     )
 
 
+def check_batches(batches: Iterable[Any]) -> None:
+    """Raise ValueError if ``batches`` is one tensor; iterating over it would give single examples."""
+    if isinstance(batches, Tensor):
+        raise ValueError(
+            f"batches must be an iterable of batches, not a tensor (got one of shape {tuple(batches.shape)}): pass [x]"
+            " for one batch, or x.split(64) for several"
+        )
+
+
 def call(net: nn.Module, batch: Any, forward: Forward | None = None) -> Any:
     """Run the network on a batch.
 

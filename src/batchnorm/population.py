@@ -106,7 +106,8 @@ def estimate_(
         ValueError: if ``rule`` or ``upstream`` is unknown, if there are no layers to estimate, or if ``batches`` is
             empty, a bare tensor or, with ``upstream="population"``, an iterator.
         ValueError: if a moment is not finite, or if a batch has only one value per feature. With
-            ``upstream="population"``, such a batch is an error only if it leaves the variance undefined.
+            ``upstream="population"``, such a batch is an error only if it leaves the variance undefined or if the layer
+            is called several times.
         ValueError: if synchronized layers need the same number of batches on all ranks, but the numbers differ.
         ValueError: if the network's code is found to call ``layer.forward(x)`` instead of ``layer(x)``.
         ValueError: if a layer has its own forward that never calls ``F.batch_norm`` or the forward of its base class,
@@ -124,12 +125,8 @@ def estimate_(
         raise ValueError(f"rule={rule!r} is unknown: choose 'paper' or 'pooled'")
     if upstream not in ("batch", "population"):
         raise ValueError(f"upstream={upstream!r} is unknown: choose 'batch' or 'population'")
-    if isinstance(batches, Tensor):
-        raise ValueError(
-            f"batches must be an iterable of batches, not a tensor (got one of shape {tuple(batches.shape)}): pass [x]"
-            " for one batch, or x.split(64) for several"
-        )
-    layers, left_alone = _layers_to_estimate(net)
+    network_call.check_batches(batches)
+    layers, left_alone = layers_to_estimate(net)
     functional = _FunctionalCalls(net)
     found: dict[TorchBatchNorm, AveragedMoments] = {}
     with torch.no_grad(), network_call.eagerly(), restored(net):
@@ -168,7 +165,7 @@ def estimate_(
     return Population(compared, tuple(left_alone))
 
 
-def _layers_to_estimate(net: nn.Module) -> tuple[Layers, list[Site]]:
+def layers_to_estimate(net: nn.Module) -> tuple[Layers, list[Site]]:
     chosen, left = {}, []
     for path, m in net.named_modules():
         if not isinstance(m, TorchBatchNorm):
@@ -269,7 +266,7 @@ def _equal_on_all_ranks(batches: Iterable[Any]) -> Iterator[Any]:
             raise ValueError(
                 f"rank {left.index(False)} has {number} batches, but rank {left.index(True)} has more: synchronized"
                 " layers need the same number of batches on every rank; the network was not changed. Leave out the"
-                " surplus batches, or use upstream='population'"
+                " surplus batches or, if the network calls each synchronized layer only once, use upstream='population'"
             )
         if not any(left):
             return
@@ -343,7 +340,8 @@ class _Observer:
         if self.layer.training and mask is None and self._m == 1:
             raise ValueError(
                 f"layer '{self.path}': a batch of shape {tuple(x.shape)} has only one value per feature, so"
-                " its variance is undefined; drop that batch, or use upstream='population' with rule='pooled'"
+                " its variance is undefined; drop that batch or, if the network calls this layer only once, use"
+                " upstream='population' with rule='pooled'"
             )
         if self.direct:
             where = None if mask is None else mask.reshape(mask.shape[0], *[1] * k, *mask.shape[1:])

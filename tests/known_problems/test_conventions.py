@@ -1,4 +1,4 @@
-"""Weight decay on gamma and beta, biases without effect before BN, momentum conventions (about 20 threads)."""
+"""Weight decay on gamma and beta, biases without effect before BN, momentum conventions (about 20 issues)."""
 
 import torch
 from torch import nn
@@ -20,6 +20,19 @@ def test_insert_leaves_no_dead_bias():
     inserted = bn.insert(net, torch.zeros(2, 4))
     assert inserted[0].affine.bias is None
     assert inserted[2].bias is not None
+
+
+def test_diagnose_names_each_of_these_mistakes():
+    net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=0.99), nn.ReLU(), nn.Linear(4, 2))
+    batches = [torch.randn(64, 4) for _ in range(4)]
+    bn.estimate_(net, batches)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, weight_decay=0.5)
+    found = bn.diagnose(net, batches, optimizer=optimizer)
+    assert [(finding.rule, finding.path) for finding in found] == [
+        ("momentum", "1"),
+        ("weight_decay", "1"),
+        ("bias_without_effect", "0"),
+    ]
 
 
 def test_momentum_is_torchs_weight_of_the_new_value():

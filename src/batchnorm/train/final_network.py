@@ -39,7 +39,7 @@ def population_network(
     if statistics_of(final) == "population":
         device = next(final.parameters()).device
         with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-            estimate_(final.train(), _prepared(batches, augment, epoch, seed, count))
+            estimate_(final.train(), augmented_batches(batches, augment, epoch=epoch, seed=seed, count=count))
     return final.eval()
 
 
@@ -75,7 +75,10 @@ def example_images(size: int) -> Tensor:
     return torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0))
 
 
-def _prepared(batches: ImageBatches, augment: Augment, epoch: int, seed: int, count: int) -> Iterator[Tensor]:
+def augmented_batches(
+    batches: ImageBatches, augment: Augment, *, epoch: int, seed: int, count: int
+) -> Iterator[Tensor]:
+    """Yield the first ``count`` training batches of an epoch, augmented as in training."""
     for k, (images, labels) in enumerate(islice(batches.epoch(epoch), count)):
         generator = torch.Generator().manual_seed(seed_at(seed, 3, k))
         draws = augment.draw(batches.order.step_size(k), generator)[batches.order.rows(k)]

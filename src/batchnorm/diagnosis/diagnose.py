@@ -1,0 +1,59 @@
+"""Run all rules on a network."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import network_call
+from .evidence import collect
+from .findings import Diagnosis
+from .rules import RULES, unchecked
+
+
+def diagnose(
+    net: nn.Module,
+    batches: Iterable[Any],
+    *,
+    optimizer: torch.optim.Optimizer | None = None,
+    forward: network_call.Forward | None = None,
+) -> Diagnosis:
+    """Find out what is wrong with a network's batch normalization, and how to fix it.
+
+    Copies of the network run on the batches; the network itself is not changed. Each finding names a layer, the reason
+    and a fix. Several findings are judgments, such as how small a batch is too small;
+    :mod:`batchnorm.diagnosis.rules` has the limits.
+
+    In a distributed run, every rank must call ``diagnose``, on its own batches.
+
+    Args:
+        net: any network with batch normalization layers of this library or of ``torch.nn``.
+        batches: about ten to fifty training mini-batches, with the size and augmentation of training. A batch is a
+            tensor, a tuple or list whose first item is the input, or a dict of keyword arguments.
+        optimizer: the optimizer of the training, to check which parameters it updates and with which weight decay.
+        forward: a function that takes the network and a batch, and calls the network; needed for batches of any other
+            type.
+
+    Raises:
+        ValueError: if the network has no batch normalization layers, if ``batches`` is empty or a bare tensor, or if
+            the network cannot be copied.
+        TypeError: if the network cannot be called on the batches; pass ``forward=`` to say how to call it.
+
+    >>> net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+    >>> found = diagnose(net, [torch.ones(64, 4) * 10 + torch.randn(64, 4) for _ in range(10)])
+    >>> [finding.rule for finding in found]
+    ['never_updated', 'bias_without_effect']
+    >>> found.findings[1].fix
+    'create the layer with bias=False'
+
+    Beyond the paper: common mistakes in networks with batch normalization.
+    """
+    network_call.check_batches(batches)
+    evidence = collect(net, batches, optimizer, forward)
+    if not evidence.layers and not evidence.graph.functions("batch_norm"):
+        raise ValueError("the network has no batch normalization: add it with bn.insert(net, example)")
+    findings = tuple(finding for rule in RULES for finding in rule(evidence))
+    return Diagnosis(findings, len(evidence.layers), evidence.batches, tuple(unchecked(evidence)))

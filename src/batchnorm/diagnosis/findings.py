@@ -1,0 +1,68 @@
+"""What :func:`batchnorm.diagnose` returns: findings, each with the layer, the reason and the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+LISTED = 3
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One problem: the rule that found it, the path of the layer, the reason and what to do about it."""
+
+    rule: str
+    path: str
+    why: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.path or '(the network)'}: {self.why}"
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The findings of :func:`batchnorm.diagnose`, the most serious rules first. ``print`` shows them.
+
+    Iterate over a diagnosis to get its findings; ``len`` counts them.
+    """
+
+    findings: tuple[Finding, ...]
+    layers: int
+    """The number of batch normalization layers."""
+    batches: int
+    """The number of batches that the network ran on."""
+    unchecked: tuple[str, ...] = ()
+    """What could not be checked, and why."""
+
+    def __iter__(self) -> Iterator[Finding]:
+        return iter(self.findings)
+
+    def __len__(self) -> int:
+        return len(self.findings)
+
+    def of(self, rule: str) -> tuple[Finding, ...]:
+        """Return the findings of one rule, such as "stale_averages"."""
+        return tuple(finding for finding in self.findings if finding.rule == rule)
+
+    @property
+    def summary(self) -> str:
+        """One line that says how many rules found a problem."""
+        rules = len({finding.rule for finding in self.findings})
+        found = f"{rules} problem{'s' * (rules != 1)}" if rules else "no problem found"
+        layers = f"{self.layers} batch normalization layer{'s' * (self.layers != 1)}"
+        return f"diagnose: {found} in {layers}, on {self.batches} batch{'es' * (self.batches != 1)}"
+
+    def __str__(self) -> str:
+        """Return the summary, the first findings of each rule with its fixes, and what was not checked."""
+        lines = [self.summary]
+        for rule in dict.fromkeys(finding.rule for finding in self.findings):
+            found = self.of(rule)
+            count = f" ({len(found)} layers)" if len(found) > 1 else ""
+            lines.append(f"{rule.replace('_', ' ')}{count}")
+            lines += [f"  {finding}" for finding in found[:LISTED]]
+            if len(found) > LISTED:
+                lines.append(f"  and {len(found) - LISTED} more")
+            lines += [f"  fix: {fix}" for fix in dict.fromkeys(finding.fix for finding in found)]
+        return "\n".join([*lines, *(f"not checked: {what}" for what in self.unchecked)])
