@@ -78,7 +78,7 @@ class RegNetLike(nn.Module):
 
 
 class MobileOneLike(nn.Module):
-    """A block like timm's MobileOneBlock: it adds its branches to 0, one by one; an absent branch adds 0."""
+    """A block like timm's MobileOneBlock: it adds its branches one by one; an absent branch counts as 0."""
 
     def __init__(self, identity=True, scale=True):
         super().__init__()

@@ -21,6 +21,7 @@ import torch
 from _pytest.doctest import DoctestModule
 from emulate import compiler
 from hypothesis import HealthCheck, settings
+from packaging.version import Version
 
 torch.set_num_threads(1)  # in case a plugin has already imported torch
 if not torch.cuda.is_available():
@@ -115,7 +116,7 @@ def missing():
         yield "inductor", "torch.compile cannot link torch's libraries from a path with a space"
     if find_spec("triton") is None:
         yield "triton", "needs Triton"
-    elif not torch.cuda.is_available() and version("triton") >= "3.7":
+    elif not torch.cuda.is_available() and Version(version("triton")) >= Version("3.7"):
         yield "triton", "Triton 3.7's interpreter fails on these kernels, and there is no GPU to compile them for"
 
 

@@ -1,4 +1,4 @@
-"""Run CUDA files on the CPU: compiled by g++ with emulated.hpp, given the arguments of a real launch."""
+"""Run CUDA files on the CPU: g++ compiles them with emulated.hpp, and they take the arguments of a real launch."""
 
 import ctypes
 import hashlib

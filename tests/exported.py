@@ -1,4 +1,4 @@
-"""Count in a network's exported graph which batch normalizations feed an activation, directly or through a sum."""
+"""Find the batch normalizations in a network's exported graph that feed an activation, directly or through a sum."""
 
 import warnings
 

@@ -44,7 +44,7 @@ def sharded(folder, out, per_shard=5000):
 
 
 def contents(images):
-    """Return the numbers of the images of an :func:`image_folder` that a batch has."""
+    """Return the numbers of a batch's images, which are from an :func:`image_folder`."""
     return images[:, 0, 0, 0].tolist()
 
 
@@ -58,7 +58,7 @@ def shared_data(name):
 
 
 def real_jpegs(n=None):
-    """(name, bytes) of real ImageNet JPEGs, one of each class."""
+    """Return the names and bytes of the first ``n`` real ImageNet JPEGs, each of another class."""
     with tarfile.open(shared_data("imagenet-sample-1000-short256.tar")) as tar:
         members = sorted((m for m in tar if m.isfile()), key=lambda m: m.name)
         return [(m.name, tar.extractfile(m).read()) for m in members[:n]]

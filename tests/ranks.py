@@ -33,7 +33,7 @@ def _rank(rank, world_size, folder, function, args):
 
 
 def on_ranks(world_size, function, *args):
-    """Return the results of ``function(rank, world_size, *args)`` on all ranks; the result of an error is its text."""
+    """Return what ``function(rank, world_size, *args)`` returns on each rank, or its error as text."""
     with tempfile.TemporaryDirectory() as folder:
         method = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
         multiprocessing.get_context(method).set_forkserver_preload(PRELOAD)

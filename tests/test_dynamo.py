@@ -51,7 +51,7 @@ def step(net, x, call):
 
 
 def assert_as_stock(net, inputs=None, backend=IN_PYTHON, fullgraph=True, close=None, **options):
-    """Compare two training steps with stock torch in eager mode, and return the counters for each graph."""
+    """Compare training steps with stock torch in eager mode, and return the backend's counters."""
     close = close or {"rtol": 1e-9, "atol": 1e-9}
     inputs = [image(), image()] if inputs is None else inputs
     net = scramble_(net).to(inputs[0].dtype)
@@ -82,7 +82,7 @@ def conv_norm_relu():
         (nn.Sequential(nn.BatchNorm1d(4), nn.Tanh()), (5, 4), (1, 1, 1, 0)),
         (nn.BatchNorm1d(4), (2, 4, 5), (1, 1, 0, 0)),
         (nn.Sequential(nn.BatchNorm3d(4), nn.GELU()), (2, 4, 2, 3, 2), (1, 1, 0, 0)),
-        (nn.Sequential(nn.SyncBatchNorm(4), nn.ReLU()), (), (1, 1, 1, 0)),  # without ranks: F.batch_norm
+        (nn.Sequential(nn.SyncBatchNorm(4), nn.ReLU()), (), (1, 1, 1, 0)),  # without ranks, it calls F.batch_norm
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )

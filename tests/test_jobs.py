@@ -13,7 +13,7 @@ from batchnorm.jobs import Stopped, run_side_by_side, stop_signal
 
 @dataclass(frozen=True)
 class Sum:
-    """A job that adds up numbers, and writes each step to metrics.jsonl."""
+    """A job that writes one line to metrics.jsonl, and then adds up its numbers."""
 
     name: str
     folder: Path

@@ -68,8 +68,8 @@ def test_files_of_one_name_in_different_folders(folder, tmp_path):
         ("mynet:nothing", "mynet:nothing returned int, not a torch.nn.Module"),
         (
             "mynet:wide",
-            "without arguments: missing a required argument: 'width'; name its argument for the number of classes"
-            " 'classes'",
+            "without arguments: missing a required argument: 'width'; if that is the number of classes, rename it to"
+            " 'classes', or else give it a default value",
         ),
         (
             "mynet:deep",
@@ -83,7 +83,7 @@ def test_a_name_that_leads_to_no_network(folder, name, says):
 
 
 def test_functions_of_the_standard_library_are_not_called():
-    with pytest.raises(ValueError, match="os:abort is a function of Python's standard library"):
+    with pytest.raises(ValueError, match="os:abort: 'os' is a module of Python's standard library"):
         make_network("os:abort")
 
 

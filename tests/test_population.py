@@ -53,7 +53,7 @@ def deep(norm=bn.BatchNorm1d):
 
 
 class SharedTwice(nn.Module):
-    """Call one layer on the input, and again after the layer ``before``; ``behind`` reads only its first output."""
+    """Call ``shared`` on the input, and again after the layer ``before``; ``behind`` reads only the first output."""
 
     def __init__(self, around):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Test that README's first example runs, links in README and the documentation work, and tables are up to date."""
+"""Test that README's Python example runs, links in README and the documentation work, and tables are up to date."""
 
 import json
 import re

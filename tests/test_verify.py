@@ -89,7 +89,7 @@ def test_fold_leaves_what_is_kept_on_modules_as_it_was():
 
 
 def wrong_convolution(net):
-    """Return a copy with another convolution, for which its batch normalization compensates: the output agrees."""
+    """Return a copy whose convolution differs, but whose batch normalization compensates, so the output agrees."""
     new = copy.deepcopy(net)
     with torch.no_grad():
         new.conv.weight.mul_(2)

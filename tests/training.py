@@ -68,7 +68,7 @@ def start(*args, **options):
 
 
 def outcome(out):
-    """Return what must not depend on interruptions: weights, momentum, lines of metrics and the final network."""
+    """Return what must not depend on interruptions: step, weights, momentum, lines of metrics and final network."""
     last, final = (load_latest(out / folder) for folder in ("checkpoints", "final"))
     lines = [{k: v for k, v in line.items() if k != "seconds"} for line in read(out / "metrics.jsonl")]
     momentum = {k: v["momentum_buffer"] for k, v in last.state["optimizer"]["state"].items()}

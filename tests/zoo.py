@@ -204,7 +204,7 @@ def _prepare():
 
 
 def main():
-    """Print one line per network and a summary, and write both as JSON."""
+    """Print one line per network and a summary; with ``--json``, also write the reports to a file."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", default=list(NETWORKS), metavar="NAME")
     parser.add_argument("--jobs", type=int, default=1, help="processes, each with one thread (default: 1)")

@@ -118,9 +118,9 @@ def _without_none(text: str) -> str:
 
 
 def _optional(info: Any) -> Any:
-    """For an optional type, return a tyro specification that does not list None as a choice.
+    """For an optional bool, int, float, str, Path or Literal, return a specification that does not list None.
 
-    For other types, return None; tyro then applies its own rules.
+    For all other types, return None; tyro then applies its own rules.
     """
     if get_origin(info.type) not in (Union, UnionType):
         return None

@@ -189,14 +189,14 @@ def _do(job: Job) -> None:
 def _own(folder: Path) -> Iterator[int]:
     """Open and lock the job's log, so that no other process runs a job in this folder.
 
-    If another process has locked the log, exit with the status FAILED.
+    If the log cannot be locked, exit with the status FAILED.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "log.txt").open("a") as log:
         try:
             lock_file(log)
         except OSError:
-            print(f"another process is using {folder}: wait for it to end", file=sys.stderr)
+            print(f"cannot lock {folder}: if another process is using it, wait for it to end", file=sys.stderr)
             sys.exit(FAILED)
         yield log.fileno()
 

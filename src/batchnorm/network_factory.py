@@ -23,7 +23,7 @@ _INIT_WEIGHTS = ("googlenet", "inception_v3")
 
 
 class UserCodeError(ValueError):
-    """Report an exception raised by the user's code, which is available as ``__cause__``."""
+    """Report that the user's code raised an exception, which is the ``__cause__`` of this error."""
 
 
 def make_network(name: str, classes: int | None = None) -> tuple[nn.Module, Any]:
@@ -53,7 +53,8 @@ def make_network(name: str, classes: int | None = None) -> tuple[nn.Module, Any]
         )
     if library is None and file is None and source.partition(".")[0] in sys.stdlib_module_names:
         raise ValueError(
-            f"{name} is a function of Python's standard library: name a function that returns a torch.nn.Module"
+            f"{name}: '{source}' is a module of Python's standard library; for a function in your own file, write"
+            " FILE.py:FUNCTION"
         )
     with _importing_from(Path.cwd() if file is None else file.resolve().parent):
         if library is not None:
@@ -143,7 +144,7 @@ def _arguments(name: str, function: Callable[..., Any], classes: int | None) -> 
             hint = (
                 "; give its arguments default values"
                 if classes is None
-                else "; name its argument for the number of classes 'classes'"
+                else "; if that is the number of classes, rename it to 'classes', or else give it a default value"
             )
         raise ValueError(f"{name} cannot be called {how}: {error}{hint}") from error
     except ValueError:

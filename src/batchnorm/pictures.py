@@ -23,7 +23,7 @@ def picture(draw: Callable[[Any], Any], path: Path) -> None:
         "font.size": 8, "axes.titlesize": 8, "axes.spines.top": False, "axes.spines.right": False,
         "axes.linewidth": 0.6, "axes.grid": True, "axes.grid.axis": "y", "grid.alpha": 0.25, "grid.linewidth": 0.5,
         "legend.frameon": False, "lines.linewidth": 1.3, "figure.constrained_layout.use": True,
-        "figure.constrained_layout.w_pad": 0.08,  # inches between panels, so that tick labels do not touch
+        "figure.constrained_layout.w_pad": 0.08,  # inches on each side of a panel, so that tick labels do not touch
         "svg.hashsalt": "batchnorm", "axes.prop_cycle": plt.cycler(color=(BLUE, ORANGE, GREEN, GRAY)),
     }  # fmt: skip
     with plt.rc_context(style):

@@ -247,8 +247,8 @@ class _Caller:
 def map_on_cores(work: Callable[[Given], Result], jobs: Sequence[Given], processes: int | None = None) -> list[Result]:
     """Return ``[work(job) for job in jobs]``, computed by several processes with one thread each.
 
-    By default, there is one process per core, but never more processes than jobs. A single job, or ``processes=1``,
-    runs in the current process.
+    By default, there is one process per core, but never more processes than jobs. If there is a single job, or
+    ``processes=1``, all work is done in the current process.
     """
     processes = min(processes or os.cpu_count() or 1, len(jobs))
     results: dict[int, Result] = {}

@@ -63,7 +63,8 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file.
 
     Raises:
-        ValueError: if the file does not contain a JSON object; the message names the file.
+        ValueError: if the file does not contain a JSON object, or if the object is nested too deeply; the message names
+            the file.
     """
     return parse_json(path.read_bytes(), str(path))
 

@@ -98,7 +98,7 @@ def verify(
         )
     except DifferenceError as difference:
         reason = _restlessness(run, old, was) or advice
-        message = f"{what} computes different results: {difference}; nothing was changed"
+        message = f"{what} computes different results: {difference}; the original was not changed"
         raise ValueError(f"{message}. {reason}" if reason else message) from None
 
 

@@ -18,7 +18,7 @@ def table(*values):
     """Return a CSV file as ncu writes it: a row of names, a row of units, and one row per kernel launch."""
     rows = [["ID", "Kernel Name", *METRICS], ["", "", *["unit"] * len(METRICS)]]
     rows += [[str(i), "forward", *[value] * len(METRICS)] for i, value in enumerate(values)]
-    rows.insert(2, ["9", "fill(int)", *["0"] * len(METRICS)])  # torch's
+    rows.insert(2, ["9", "fill(int)", *["0"] * len(METRICS)])  # a kernel of torch
     return [",".join(f'"{cell}"' for cell in row) for row in rows]
 
 

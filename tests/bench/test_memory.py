@@ -74,7 +74,7 @@ def test_workspaces_are_not_tensors():
         a = torch.empty(1 << 20, dtype=torch.uint8, device=device)
         torch.empty(1 << 23, dtype=torch.uint8, device=device)  # freed at once
         b = torch.empty(1 << 21, dtype=torch.uint8, device=device)
-        return a, b, torch.empty(1 << 20, dtype=torch.uint8, device=device)  # Python frees the last one first
+        return a, b, torch.empty(1 << 20, dtype=torch.uint8, device=device)  # freed first, so it looks like a workspace
 
     gc.collect()  # or peak_of_tensors would free what other tests left
     before = torch.cuda.memory_allocated()

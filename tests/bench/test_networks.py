@@ -285,7 +285,7 @@ def test_rows_that_compile_come_last_and_share_the_stock_network():
         (["--networks", "resnet18"], "give torchvision:NAME, timm:NAME or MODULE:FUNCTION"),
         (["--networks", "test_networks:tiny", "test_networks:absent"], "test_networks has no function absent"),
         (["--networks", "nosuch:build"], "cannot make a network from nosuch:build: No module named 'nosuch'"),
-        (["--networks", "test_networks:raises"], "test_networks:raises raised RuntimeError; nothing was written"),
+        (["--networks", "test_networks:raises"], "test_networks:raises raised RuntimeError; no results were written"),
         (["--networks", "torch.nn:Identity"], "torch.nn:Identity has no batch normalization layers"),
         (["--modes", "graph"], "the mode 'graph' needs a CUDA device"),
         (["--batches", "0"], "batches=0: must be 1 or more"),

@@ -74,7 +74,7 @@ MODES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Palette images with Transparency:UserWarning")  # the plain loader's
+@pytest.mark.filterwarnings("ignore:Palette images with Transparency:UserWarning")  # from the plain loader
 @pytest.mark.parametrize("mode", MODES)
 def test_every_kind_of_image_becomes_rgb(mode):
     data = MODES[mode](smooth(60, 58))

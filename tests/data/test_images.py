@@ -322,7 +322,7 @@ batches = open_images(sys.argv[1], size=4, batch_size=4, train=True, workers=2)
 count = 0
 for images, labels in batches.epoch(0):
     if count == 4:  # the second batch: both workers have started
-        # By another process, as a terminal or a batch system would.
+        # Send the signals from other processes, as a terminal or a batch system would.
         subprocess.run(["kill", "-INT", "--", f"-{os.getpgid(0)}"], check=False)
         subprocess.run(["setsid", "kill", "-TERM", "--", f"-{os.getpgid(0)}"], check=False)
     count += len(labels)

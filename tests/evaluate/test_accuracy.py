@@ -92,7 +92,7 @@ def test_every_example_counts_once_over_ranks(tmp_path, world_size):
 
 
 def messages(rank, world_size, path):
-    """Return each rank's errors; the last rank has no images, but must raise as well instead of waiting forever."""
+    """Return this rank's errors; the last rank has no images, but must raise as well instead of waiting forever."""
     batches = open_squares(path, crops=Crops.of(1, size=32), rank=rank, world_size=world_size)
     found = []
     for net in (Tiny(classes=5), Tiny(sharpness=float("nan"))):

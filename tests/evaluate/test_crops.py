@@ -65,7 +65,7 @@ def test_boxes_at_the_first_scale(width, height, expected):
 
 @pytest.mark.parametrize(
     ("scale", "width", "height", "long"),
-    # 500 x 375: 500 * 288 / 375 = 384, * 320 = 426.67, * 352 = 469.33; 30 x 40: 40 * 288 / 30 = 384 and so on.
+    # 500 x 375: 500 / 375 times 288, 320 and 352 is 384, 426.67 and 469.33; 30 x 40: 40 / 30 * 352 = 469.33.
     [(288, 500, 375, 384), (320, 500, 375, 427), (352, 500, 375, 469), (352, 30, 40, 469), (288, 1, 3, 864)],
     ids=["288", "320", "352", "tiny", "smallest"],
 )

@@ -17,7 +17,7 @@ SIZES = [(44, 36), (36, 50), (40, 40), (120, 36), (20, 20), (64, 40)]
 
 
 def by_hand(net, batches):
-    """Average over crops in a loop, one crop at a time; for a square image, too, all 144 crops are computed."""
+    """Average over crops in a loop, one crop at a time; a square image's only square is used for all squares."""
     crops, rows = batches.crops, []
     for k in range(len(batches.source.labels)):
         image = decode(batches.source.read(k))
@@ -148,5 +148,5 @@ def test_what_cannot_be_combined(tmp_path):
         evaluate_networks({}, open_squares(tmp_path, crops=Crops.of(1, 32)))
     ensemble = Ensemble()
     ensemble.add("a", torch.eye(3), torch.arange(3))
-    with pytest.raises(ValueError, match="b was not evaluated on the same images as a"):
+    with pytest.raises(ValueError, match="b was not evaluated on the same data as a"):
         ensemble.add("b", torch.eye(3), torch.tensor([2, 1, 0]))

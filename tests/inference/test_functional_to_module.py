@@ -45,7 +45,7 @@ class NormActDrop(nn.BatchNorm2d):
 
 
 class Data(nn.Module):
-    """A module with layers whose forward torch.fx cannot trace."""
+    """A module that torch.fx cannot trace, because its forward branches on the data."""
 
     def __init__(self, act):
         super().__init__()
@@ -212,7 +212,7 @@ def test_what_cannot_be_traced_is_counted_and_warned_of_once():
         folded = check(net)
     assert [str(w.message) for w in caught] == [folded.report.summary]
     assert "1 of 3 batch norms folded" in folded.report.summary
-    assert "2 left: torch.fx cannot trace it: symbolically traced variables" in folded.report.summary
+    assert "2 left: its forward cannot be rewritten for folding: symbolically traced variables" in folded.report.summary
     assert caught[0].filename == __file__
     assert [site.path for site in folded.report if site.action == "kept"] == ["2.0", "2.0"]
 

@@ -1,4 +1,4 @@
-"""Gradient accumulation does not enlarge BN's batches (pytorch 46516): each forward pass is one; reports show m."""
+"""Gradient accumulation does not enlarge BN's batches (pytorch 46516): each forward pass is a batch; reports show m."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Gradients on the CPU if a dimension has size 1. Those of ``torch.nn`` are off by more than 100%."""
+"""Gradients on the CPU if a dimension has size 1. Those of ``torch.nn`` are off by about 100%."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Other converters lose activations of subclasses, hooks and shared modules (pytorch 187298, timm 1254)."""
+"""Other converters lose hooks, shared modules and the activations of subclasses (pytorch 187298, timm 1254)."""
 
 import torch
 from networks import NormWithActivation, scramble_
@@ -29,7 +29,7 @@ def test_torchs_converter_moves_the_output():
     net, x = network().eval(), torch.randn(2, 3, 5, 5)
     before = run(net, x)
     after = run(nn.SyncBatchNorm.convert_sync_batchnorm(net).eval(), x)
-    assert (before - after).abs().max() > 0.1, "torch has mended it: drop this line from KNOWN_PROBLEMS"
+    assert (before - after).abs().max() > 0.1, "torch has mended it"
 
 
 def test_ours_keeps_the_output_and_everything_on_the_layers():

@@ -23,7 +23,7 @@ def test_fine_tuning_loop_that_calls_train_every_epoch():
 
 
 def test_torch_thaws():
-    # The problem is still there; if this fails, torch has changed and the row can be dropped.
+    # If this fails, torch has solved the problem, and README's row about frozen layers can be dropped.
     layer = nn.BatchNorm1d(3).eval()
     nn.Sequential(layer).train()
     layer(torch.randn(4, 3))

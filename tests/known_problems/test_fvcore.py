@@ -1,4 +1,4 @@
-"""fvcore's ``update_bn_stats`` loses the variance next to a large mean, and leaves Dropout on; ours does not.
+"""fvcore's ``update_bn_stats`` loses the variance next to a large mean, and leaves Dropout on; ``estimate_`` does not.
 
 The tests that call fvcore run only if it is installed. CI does not install it, because its last release is from 2022.
 """

@@ -1,4 +1,4 @@
-"""conv-BN-ReLU saves twice as many activations as conv-ReLU (pytorch 26288); with recompute(), as many."""
+"""conv-BN-ReLU saves twice as many activations as conv-ReLU (pytorch 26288); recompute() halves the number."""
 
 import copy
 from contextlib import nullcontext
@@ -33,7 +33,7 @@ def chain(between, channels=SHAPE[1]):
 
 
 def per_layer(net, x, *, recompute=False):
-    """Return the size of the activations that a forward pass saves, measured by the allocator, without x itself."""
+    """Return how much memory a forward pass allocates and keeps per layer, as a multiple of the size of x."""
     net(x).sum().backward()  # allocates gradients and workspaces, and compiles kernels
 
     def forward():

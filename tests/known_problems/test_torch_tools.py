@@ -1,4 +1,4 @@
-"""torch's own tools lose fused activations and frozen statistics; with our layers, they keep them or raise."""
+"""torch's own tools would lose fused activations and frozen statistics; this library's layers keep them or raise."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""vmap and other functional transforms fail on the in-place update (functorch 384, 986)."""
+"""vmap and other functional transforms fail on torch.nn's in-place update of the averages (functorch 384, 986)."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Run the BatchNorm tests of PyTorch's module database on our layers and on torch's."""
+"""Run the BatchNorm samples of PyTorch's module database on this library's layers and on torch's."""
 
 import warnings
 
@@ -53,7 +53,7 @@ def test_same_as_torch(training, dtype):
         ours.load_state_dict(theirs.state_dict(), strict=True)
         got, want = run(ours, sample), run(theirs, sample)
         if training and sample.forward_input.args[0].numel() == 0:
-            # This difference is intended: torch counts an empty batch, and we do not (row 6 of the known problems).
+            # This difference is intended: torch counts an empty batch, but this library's layers do not.
             assert [state.pop("num_batches_tracked") for *_, state in (got, want)] == [0, 1]
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5, msg=parameter.id)
         count += 1

@@ -1,4 +1,4 @@
-"""Compare Ghost and Renorm with their definitions, and test Sync in one process; test_sync.py tests several ranks."""
+"""Compare Ghost and Renorm with their definitions, and test Sync in one process; test_synchronized.py tests ranks."""
 
 import copy
 

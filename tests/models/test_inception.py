@@ -106,7 +106,7 @@ def test_switches():
     assert nn.ReLU not in kinds
     assert net.dropout.p == 0.4
     assert net.classifier.out_features == 7
-    # As in GoogLeNet, there is one after the first pool, which is left out at 64 px, and one before the second pool.
+    # As in GoogLeNet, lrn1 follows the first pool (left out at 64 px), and lrn2 precedes the second pool.
     assert names[:6] == ["stem", "lrn1", "reduce2", "conv2", "lrn2", "pool2"]
     assert isinstance(inception(stem="plain").stem.conv, nn.Conv2d)
 
@@ -222,7 +222,8 @@ def test_on_a_gpu_the_network_without_normalization_computes_the_same(activation
             y.square().sum().backward()
             results.append([y.detach().cpu().double(), *(p.grad.cpu().double() for p in run.parameters())])
     for got, expected in zip(*results, strict=True):
-        # After ten sigmoids, gradients are about 1e-7, and their terms nearly cancel, so rounding is relatively large.
+        # With sigmoids, the gradients in the stem are smaller than 1e-6, and their terms nearly cancel, so the relative
+        # rounding error is large.
         assert (got - expected).norm() <= (1e-3 if activation == "relu" else 2e-2) * expected.norm()
 
 

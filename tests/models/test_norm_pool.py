@@ -51,7 +51,8 @@ def images(shape, dtype, device, mean=3.0):
 def paper(x, gamma, beta, eps, sign):
     """Apply the paper's equations, ReLU and torch's max pooling, in float64 on the CPU.
 
-    Before rounding, BN(x) is largest at the largest x, or at the smallest x if gamma is negative.
+    Before rounding, BN(x) is largest where x is largest or, if gamma is negative, smallest. So the pooling selects
+    positions by the values of x * sign.
     """
     mu = x.mean((0, 2, 3), keepdim=True)
     var = (x - mu).square().mean((0, 2, 3), keepdim=True)

@@ -76,7 +76,7 @@ def test_the_kernels_convolve(usable, shape, dtype):
 
 
 def convolved(device, **given):
-    """Our convolution of half-precision tensors, the kernel, and the expected gradient of the kernel."""
+    """Return the output of convolve_by_blocks, the kernel, the output's gradient and the kernel's expected gradient."""
     x, kernel, dy = example(device, **given)
     kernel = kernel.to(x.dtype).requires_grad_()
     y = module.convolve_by_blocks(x, kernel)

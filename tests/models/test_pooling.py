@@ -97,7 +97,7 @@ def test_what_is_not_finite(stride, dtype, device):
     x = torch.zeros(1, 8, 5, 5, device=device, dtype=dtype).contiguous(memory_format=torch.channels_last)
     x[0, 0, 2, 2], x[0, 1], x[0, 2, 4, 4], x[0, 3, 0, 0] = (float(v) for v in ("nan", "-inf", "inf", "-inf"))
     x.requires_grad_()
-    # If a window has no largest value, torch's kernels for the CPU and for CUDA give its gradient to different pixels.
+    # If all values of a window are -inf, torch's kernels for the CPU and CUDA give its gradient to different pixels.
     on_cpu = x.detach().cpu().requires_grad_()
     y, expected = pooling.max_pool(x, stride), F.max_pool2d(on_cpu, 3, stride, 1)
     torch.testing.assert_close(y.cpu(), expected, rtol=0, atol=0, equal_nan=True)

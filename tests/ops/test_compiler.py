@@ -227,7 +227,7 @@ def test_without_threads(monkeypatch):
 def test_to_stop_a_compiler_stops_what_it_started():
     thread = Thread(target=compile_cache._run, args=(["sh", "-c", "sleep 100 & wait"],), daemon=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(threading, "excepthook", lambda _: None)  # the compiler "failed"
+        patch.setattr(threading, "excepthook", lambda _: None)  # _run raises an error, because the compiler is killed
         thread.start()
         while not compile_cache._running:
             time.sleep(0.01)

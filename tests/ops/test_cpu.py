@@ -18,7 +18,7 @@ EPS = 1e-3
 LAST, LAST_3D = torch.channels_last, torch.channels_last_3d
 
 # Limits that force a strategy: the largest images (in elements) and matrices (in rows) that torch's kernels get, and
-# the number of rows in each block of our passes.
+# the number of rows in each block of passes.py.
 STRATEGIES = {
     "native": (1 << 30, 8192),
     "passes": (0, 8192),
@@ -300,8 +300,8 @@ def test_mean_far_from_zero(format, mean, bound):
 @pytest.mark.parametrize("format", [torch.contiguous_format, LAST])
 @pytest.mark.parametrize("shape", [(64, 16, 56, 56), (4, 2, 512, 400), (8, 96, 72, 72)])
 def test_many_values_per_channel(shape, format):
-    # A single float32 sum over 200,000 values of mean 3 would have an error of 1e-5. We sum blocks of at most 8192
-    # rows, which on one thread has an error of 2e-6.
+    # If 200,000 values of mean 3 were added one by one in float32, the relative error would be about 1e-5. In
+    # channels_last, at most 8192 rows are added in this way; on one thread, the error is about 1e-6.
     x = draw(*shape, mean=3.0, format=format)
     _, moments = cpu.run(Call(x, None, None, EPS))
     x64 = rows(x.double())

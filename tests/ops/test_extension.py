@@ -1,4 +1,4 @@
-"""Test autograd.cpp, which runs training calls without Python; here, Python functions replace the driver's launches."""
+"""Test autograd.cpp, which runs training calls without Python; Python functions replace the driver, except on GPUs."""
 
 import ctypes
 import shutil
@@ -71,7 +71,10 @@ def module(tmp_path_factory):
 
 
 def launches(size, slot):
-    """Describe a launch that writes slot 1 (forward) or 5 (backward) from the first value and a scalar."""
+    """Describe a launch that multiplies a tensor by a number.
+
+    ``slot`` has the indices of the input, the output and the number in the array ``values`` of autograd.cpp.
+    """
     arguments = driver.Arguments("P", "P", "f", ctypes.c_int(size))
     image, starts, changing = arguments.layout((0, 0, 0.0))
     writes = [(*at, s) for at, s in zip(changing, slot, strict=True)]
@@ -211,7 +214,7 @@ def test_unusual_tensors_go_to_python(module):
     y.backward(torch.ones(4, 5))
     assert len(otherwise) == 1
 
-    # If a launch fails after another one has moved the averages, there is no fallback, which would move them again.
+    # If a launch fails after another one has moved the averages, there is no fallback: it would move them again.
     two = launches(30, (0, 1, 15)) * 2
     x = torch.arange(30.0).reshape(6, 5)
     module.add_forward(x, None, None, None, True, False, 1, False, ((5, 1), (), 0, 0, two))

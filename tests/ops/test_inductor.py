@@ -34,7 +34,10 @@ def normalize(x, gamma, beta, activation="relu", residual=None, running=None):
 
 
 def excite(input, weight, *rest, **options):
-    """Run a block with squeeze-and-excitation. The backward pass needs its input, x, y and y * gate."""
+    """Run a block with squeeze-and-excitation.
+
+    The backward pass needs the block's input, the normalization's input x and output y, and y * gate.
+    """
     y = normalize(F.conv2d(input, weight), *rest, **options)
     return F.conv2d(y * torch.sigmoid(y.mean((2, 3), keepdim=True)), weight)
 

@@ -36,7 +36,7 @@ CASES = [
     (ALONE, (3, 7, 5), "first", torch.float16, ("sigmoid",), False),  # odd length: one value per access
     (ALONE, (37, 9), "last", torch.float32, None, True),  # 2-D, odd channels, identity
     (MET, (4, 5, 6, 6), "first", torch.bfloat16, ("leaky_relu", 0.1), True),
-    (MET, (4, 5, 7, 7), "first", torch.float32, ("relu",), True),  # bits across examples
+    (MET, (4, 5, 7, 7), "first", torch.float32, ("relu",), True),  # a byte with bits of two examples
     (MET, (6, 16, 4, 4), "last", torch.float32, ("silu",), True),
     (MET, (3, 11, 4, 3, 3), "last", torch.float32, ("relu",), False),  # 3-D, odd channels
     (STREAM, (4, 5, 6, 6), "first", torch.float32, ("tanh",), False),

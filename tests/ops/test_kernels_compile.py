@@ -1,4 +1,4 @@
-"""Interpreted kernels have no types: what runs there may not compile. Compiling needs no device, so CI does it."""
+"""Test that kernels compile, which needs no GPU; Triton's interpreter also runs kernels that do not compile."""
 
 import os
 import subprocess

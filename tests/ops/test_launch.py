@@ -15,7 +15,7 @@ from batchnorm.ops.torch_state import is_unseen
 
 
 class Kernel:
-    """A stand-in for a compiled Triton kernel that counts compilations and records its arguments."""
+    """A stand-in for a Triton kernel, compiled or not; it counts compilations and records its arguments."""
 
     def __init__(self):
         self.compiled, self.given = 0, None

@@ -57,7 +57,7 @@ def chain(layers=3, channels=8, activation="relu", **options):
     )
 
 
-LARGE = (32, 8, 24, 24)  # too large for torch's kernels on the CPU
+LARGE = (32, 8, 24, 24)  # without a C compiler, and in channels_last, too large for torch's kernel
 SMALL = (4, 8, 6, 6)
 
 
@@ -165,7 +165,8 @@ class Module(nn.Module):
 
 def test_a_concatenation_is_made_again_from_its_parts():
     net, x = nn.Sequential(nn.Conv2d(8, 8, 1), *(Module() for _ in range(4)), nn.Conv2d(8, 8, 1)), torch.randn(LARGE)
-    # Each layer saves its input; without recompute(), also its output, and the concatenated outputs are saved.
+    # The first convolution's output and the inputs of the BN layers are always saved. Without recompute(), so are the
+    # concatenated outputs and, if there is no C compiler, the outputs of the BN layers.
     assert kept(net, x, less=True) == pytest.approx(5, abs=0.1)
     assert kept(net, x, less=False) > 8.9
     assert_same(net, x)
@@ -298,7 +299,8 @@ def test_an_output_changed_in_place_before_it_is_read():
         y[:, 2] = 0
         return net[1](y)
 
-    # Use silu: other activations save y for their derivative, so autograd does not allow changing y in place.
+    # Use silu: without a C compiler, relu, sigmoid and tanh save y for their derivatives, so autograd does not allow
+    # changing y in place.
     assert_same(
         nn.Sequential(bn.BatchNorm2d(8, activation="silu"), nn.Conv2d(8, 4, 3)), torch.randn(LARGE), forward=forward
     )
@@ -326,7 +328,7 @@ def test_what_is_changed_in_place_is_an_error_as_ever(reader):
     for t in (x, y):
         with torch.no_grad():
             t += 1
-    with pytest.raises(RuntimeError, match=r"changed in place after the forward pass: change a copy"):
+    with pytest.raises(RuntimeError, match=r"changed in place after it was saved: change a copy"):
         y.sum().backward()
 
 

@@ -93,7 +93,7 @@ def test_operator_is_well_formed():
 
 def test_averages_that_are_only_partly_on_meta_raise():
     running, moments = fresh(), moments_of(torch.randn(6, 3))
-    with pytest.raises(RuntimeError, match=r"averages and counters are on the meta device.*assign=True"):
+    with pytest.raises(RuntimeError, match=r"averages and the counters must all be on the meta device.*assign=True"):
         module.update_(running._replace(num_skipped=torch.tensor(0, device="meta")), moments, 0.1)
     assert running.num_batches == 0
     everything = (*running, *moments)

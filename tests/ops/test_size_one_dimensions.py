@@ -25,7 +25,7 @@ def last(t):
 
 
 def odd(t, memory=contiguous):
-    """Return the tensor with a stride of 1 in each dimension of size 1, as ``unsqueeze`` and some kernels do."""
+    """Return the tensor with a stride of 1 in each dimension of size 1, as ``unsqueeze(-1)`` and some kernels do."""
     t = memory(t)
     return t.as_strided(t.shape, [1 if n == 1 else s for n, s in zip(t.shape, t.stride(), strict=True)])
 
@@ -40,7 +40,7 @@ def turned(t):
 
 
 def expanded(t):
-    """Return a tensor with the same values, at stride 0, along dimension 2."""
+    """Return the first slice along dimension 2, repeated with stride 0 to the shape of ``t``."""
     return t[:, :, :1].expand(t.shape)
 
 
@@ -49,7 +49,7 @@ GRADIENTS = (contiguous, last, odd, odd_last, turned, expanded)
 
 
 def layer(frozen=False, recompute=False, **options):
-    """Return a layer in training mode, as a function of x, the residual and the parameters."""
+    """Return a function that makes a layer in training mode from the given parameters and statistics, and calls it."""
 
     def run(x, residual, gamma, beta, stats):
         kinds = {3: bn.BatchNorm1d, 4: bn.BatchNorm2d, 5: bn.BatchNorm3d}
@@ -105,7 +105,7 @@ ON_CUDA = ("compiled kernel", "residual", "bfloat16", "frozen", "frozen, relu, r
 
 
 def with_given_statistics(x, gamma, beta, mean, var, dy, activation, residual):
-    """Return the same fields as the oracle, computed by plain operations in float64."""
+    """Return the output and the gradients, computed by plain operations in float64."""
     leaves = [None if t is None else t.detach().double().requires_grad_() for t in (x, gamma, beta, residual)]
     x64, gamma64, beta64, residual64 = leaves
     function = ops.Activation(activation or "identity")

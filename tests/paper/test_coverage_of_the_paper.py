@@ -1,4 +1,7 @@
-"""Test that docstrings cite every implemented part of the paper, and that every exported name cites its part."""
+"""Test that docstrings cite every implemented part of the paper.
+
+Docstrings of exported names must cite a part or say that the name goes beyond the paper.
+"""
 
 import importlib
 import inspect

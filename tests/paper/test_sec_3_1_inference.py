@@ -1,4 +1,4 @@
-"""Section 3.1: the normalization at inference is one linear transform of population statistics; m > 1; unbiased Var."""
+"""Section 3.1: at inference, BN by population statistics is one linear transform; the stored variance is unbiased."""
 
 import torch
 

@@ -1,9 +1,8 @@
 """Section 3.3: BN((aW)u) = BN(Wu); the Jacobian by u does not change, and the Jacobian by aW is divided by a.
 
 If eps = 0, this is exact for a > 0. For a < 0, the output changes its sign, so the paper's "for a scalar a" needs
-a > 0. If eps > 0, the output is gamma * c * v, where v is Wu minus its mean, and c = a/sqrt(a^2 var + eps). The factor
-c differs from its value at a = 1 by the relative amount |sqrt((var + eps)/(var + eps/a^2)) - 1|, which bounds the
-difference.
+a > 0. If eps > 0, the output without gamma and beta is v * a/sqrt(a^2 var + eps), where v is Wu minus its mean. With
+c = sqrt((var + eps)/(var + eps/a^2)), this is c times the output at a = 1, so the relative difference is |c - 1|.
 """
 
 import pytest

@@ -31,7 +31,7 @@ MARKUP = "</script></title><script>hacked=1</script><img src=x onerror=hacked=1>
 
 @pytest.fixture
 def hostile(tmp_path):
-    """Write two runs in which every text is HTML markup or the name of a property that all JavaScript objects have."""
+    """Write two runs whose texts include HTML markup and names of properties that all JavaScript objects have."""
     out = tmp_path / "hostile"
     for name, batch_norm in (("<script>hacked=1<", True), ("<img src=x onerror=hacked=1>", False)):
         folder = out / name

@@ -86,7 +86,7 @@ def test_section2_b_grows_without_end_while_the_loss_stays():
     ignored = train_bias(few, steps=200, rate=1.0, seed=0, through=False)
     norms, losses = ignored["norm of b"], ignored["loss"]
     assert max(losses) - min(losses) < 1e-9
-    # The loss does not change, so its gradient does not: b moves by the same amount in every step, for ever.
+    # x_hat does not depend on b, so the gradient stays the same, and b moves by the same amount in every step.
     assert norms[199] == pytest.approx(199 * norms[1], rel=1e-6)
     assert norms[1] > 1e-3
     through = train_bias(few, steps=200, rate=1.0, seed=0, through=True)

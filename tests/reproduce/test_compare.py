@@ -57,7 +57,7 @@ def test_what_is_missing_is_trained_and_all_of_it_is_compared(folder, tmp_path, 
     words[2] = words[2].replace("plain", function)
     for name, change in zip(("without-bn", "with-bn"), changes, strict=True):
         for seed in range(2):
-            if (function, name, seed) != ("plain", "with-bn", 1):  # the command trains this one
+            if (function, name, seed) != ("plain", "with-bn", 1):  # the command trains that one
                 trained(folder, tmp_path, function, change, name, seed)
     capsys.readouterr()
     assert main([*words, "--out", str(tmp_path)]) == 0
@@ -75,7 +75,7 @@ def test_what_is_missing_is_trained_and_all_of_it_is_compared(folder, tmp_path, 
     assert found["difference"]["mean"] == pytest.approx(
         statistics.fmean(ends["with-bn"]) - statistics.fmean(ends["without-bn"])
     )
-    assert found["verdict"].startswith("inconclusive: the difference is")  # of twelve images
+    assert found["verdict"].startswith("inconclusive: the difference is")  # there are only twelve validation images
     assert found["seeds"] == [0, 1]
     assert found["environment"].keys() >= {"hardware", "torch", "commit"}
     page = (tmp_path / "report.html").read_text()
@@ -86,7 +86,7 @@ def test_what_is_missing_is_trained_and_all_of_it_is_compared(folder, tmp_path, 
 
 
 def test_the_intervals():
-    # Welch's interval by hand: three values each, with variances 1e-4 and 4e-4; 2.94 degrees of freedom, rounded to 2.
+    # Welch's interval by hand: three values each, variances 1e-4 and 4e-4; 2.94 degrees of freedom, rounded down to 2.
     before, after = [0.49, 0.50, 0.51], [0.58, 0.60, 0.62]
     gap, low, high = difference(before, after, 10**12)
     half = 4.30 * math.sqrt(1e-4 / 3 + 4e-4 / 3)

@@ -87,7 +87,7 @@ def test_a_resumed_run_ends_bit_for_bit_the_same(tmp_path, batch_norm):
     asked = iter([False, True])
     assert not NetworkRun(tmp_path / "halves", setting).train(lambda: next(asked))
     with (tmp_path / "halves" / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 999, "loss": 1.0}\n{"step": 10')  # written after the checkpoint, by a run that was killed
+        file.write('{"step": 999, "loss": 1.0}\n{"step": 10')  # as if a killed run had gone past its checkpoint
     assert NetworkRun(tmp_path / "halves", setting).train()
     one, other = (tmp_path / name / "metrics.jsonl" for name in ("whole", "halves"))
     assert one.read_bytes() == other.read_bytes()

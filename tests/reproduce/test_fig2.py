@@ -191,7 +191,7 @@ def test_results_of_another_plan_are_refused(data, plan, session, tmp_path, caps
 def test_other_data_is_refused(data, plan, session, tmp_path):
     other = shutil.copytree(data, tmp_path / "data")
     (other / "train/class0/0.png").unlink()
-    with pytest.raises(ValueError, match="come from different data"):
+    with pytest.raises(ValueError, match="use different data"):
         run(other, plan, session)
 
 

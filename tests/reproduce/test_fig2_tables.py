@@ -492,7 +492,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_the_published_tables_are_made_again_from_the_result_files(tmp_path, monkeypatch):
-    # Do not draw the figures, because their bytes depend on matplotlib's version.
+    # Do not draw the figures. They are not compared, because their bytes depend on matplotlib's version.
     monkeypatch.setattr("batchnorm.reproduce.imagenet.fig2.pictures", lambda *_: [])
     assert main(["reproduce", "fig2", "--results", str(ROOT / "results/fig2"), "--out", str(tmp_path)]) == 0
     assert (tmp_path / "fig2.md").read_bytes() == (ROOT / "results/fig2/fig2.md").read_bytes()
@@ -527,5 +527,5 @@ def test_different_data_is_not_mixed(results):
     results.add("bn-x5-seed0", {400: 0.3}).add("bn-x5-seed1", {400: 0.3})
     path = results.folder / "bn-x5-seed1.json"
     path.write_text(path.read_text().replace('"val": 10000', '"val": 5000'))
-    with pytest.raises(ValueError, match="bn-x5-seed0 and bn-x5-seed1 come from different data"):
+    with pytest.raises(ValueError, match="bn-x5-seed0 and bn-x5-seed1 use different data"):
         results.read()

@@ -61,7 +61,7 @@ def plan(tmp_path_factory):
 
 
 def run(data, plan, out, **options):
-    # With two jobs, each has one thread. Other tests use the same cores, so more threads would only wait.
+    # With two jobs, each has half as many threads. Other tests use the same cores, so more threads would only wait.
     return fig4(Fig4(data, out, plan=plan, device="cpu", workers=0, jobs=2, **options))
 
 
@@ -320,7 +320,7 @@ def test_other_plans_and_other_data_are_refused(data, plan, session, tmp_path):
             run(path, other, session)
     images = shutil.copytree(data, tmp_path / "data")
     (images / "train/class0/0.png").unlink()
-    with pytest.raises(ValueError, match="come from different data"):
+    with pytest.raises(ValueError, match="use different data"):
         run(images, plan, session)
     with pytest.raises(ValueError, match="no run named nobody; its runs are five, apart"):
         run(data, plan, tmp_path, only=("nobody",))

@@ -198,7 +198,7 @@ def test_lazy_layers_become_what_they_are():
 
 
 class Loud(nn.BatchNorm1d):
-    """A subclass without its own forward, which convert leaves alone, because its author may rely on the class."""
+    """A subclass without its own forward. convert leaves it alone, because its author may rely on the class."""
 
 
 def parametrized():

@@ -16,7 +16,7 @@ VGG = [8, "M", 16, 16, "M"]
 
 
 def vgg(norm: bool):
-    """The published VGG: Sequential(conv, [bn,] relu, ..., pool), with a fully connected head."""
+    """A small VGG, built like the published one: Sequential(conv, [bn,] relu, ..., pool) and a linear head."""
     layers, channels = [], 3
     for v in VGG:
         if v == "M":
@@ -56,7 +56,7 @@ def test_training_it_equals_training_the_published_form_step_by_step():
 
 
 class Plain(nn.Module):
-    """A network of functional nonlinearities after a sum, a concatenation, a pool and a gate, with a linear head."""
+    """A network with functional nonlinearities after a sum, a concatenation, a pool and a LayerNorm, and a gate."""
 
     def __init__(self):
         super().__init__()

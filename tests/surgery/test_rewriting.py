@@ -403,7 +403,7 @@ def test_squeeze_and_excitation_before_a_sum(code):
     net.same = Gate()
     converted = converted_and_checked(net)
     assert fused(converted) == {"shortcut.1": "relu sum"}
-    converted.shortcut[0] = net.shortcut[0] = nn.Identity()  # now BN and the gate read the same tensor
+    converted.shortcut[0] = net.shortcut[0] = nn.Identity()  # now the shortcut's BN reads the block's input
     x = image()
     torch.testing.assert_close(converted.eval()(x), net.double().eval()(x), **CLOSE)
 
@@ -780,14 +780,14 @@ def doubles_the_data(n, x):
 REFUSED = {
     "the data of a tensor": (doubles_the_data, "assigns to the attribute 'data'"),
     "random": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if random.random() < 2 else x, "draws random numbers"),
-    "torch.rand": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if torch.rand(1) < 2 else x, "depends on the data"),
+    "torch.rand": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if torch.rand(1) < 2 else x, "control flow depends on"),
     "an attribute is set": (counts_calls, "assigns to the attribute 'scale'"),
     "gradients": (without_gradients, "changes the gradient mode"),
     "the gradient mode": (
         lambda n, x: n.relu(n.bn1(n.conv1(x))) if torch.is_grad_enabled() else n.bn1(n.conv1(x)).relu(),
         "depends on the gradient mode",
     ),
-    "the data": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if x.sum() < 1e9 else x, "control flow depends on the data"),
+    "the data": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if x.sum() < 1e9 else x, "control flow depends on more"),
     "a with statement": (in_a_context, "has a with statement"),
     "an exception": (catches, "has a try statement"),
     "a type": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if isinstance(x.shape, tuple) else x, "checks the type"),
@@ -795,15 +795,15 @@ REFUSED = {
     "vars": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if not vars(n)["flag"] else x, "through __dict__ or vars()"),
     "parameters": (
         lambda n, x: n.relu(n.bn1(n.conv1(x))) if all(p.requires_grad for p in n.conv1.parameters()) else x,
-        "loops over parameters",
+        "loops over, adds or deletes parameters",
     ),
     "the size of a buffer": (
         lambda n, x: n.relu(n.bn1(n.conv1(x))) if n.bn1.running_mean.numel() else x,
-        "control flow depends on the data, or on the shape of a tensor that it computes",
+        "control flow depends on more than the shapes, dtypes and devices of its arguments",
     ),
     "the shape of a computed tensor": (
         lambda n, x: n.relu(n.bn1(y)) if (y := n.conv1(x)).shape == x.shape else y,
-        "control flow depends on the data, or on the shape of a tensor that it computes",
+        "control flow depends on more than the shapes, dtypes and devices of its arguments",
     ),
     "the size of a selection": (
         lambda n, x: n.relu(n.bn1(n.conv1(x))) if len(x[x > 0]) else x,
@@ -811,7 +811,7 @@ REFUSED = {
     ),
     "a shape that changes": (
         lambda n, x: n.relu(n.bn1(n.conv1(x))) if x.squeeze_(0).dim() == 4 else x,
-        "control flow depends on the data, or on the shape of a tensor that it computes",
+        "control flow depends on more than the shapes, dtypes and devices of its arguments",
     ),
     "a number of the data": (
         lambda n, x: n.relu(n.bn1(n.conv1(x))) * float(x[0, 0, 0, 0]),
@@ -828,7 +828,7 @@ REFUSED = {
     "identity": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if x.dtype is not torch.half else x, "compares objects"),
     "identity in a function": (lambda n, x: x if is_half(x) else n.relu(n.bn1(n.conv1(x))), "compares objects"),
     "a constant": (lambda n, x: n.relu(n.bn1(n.conv1(x))) * torch.exp(n.extra), "calls exp"),
-    "a constant from numpy": (lambda n, x: n.relu(n.bn1(n.conv1(x))) * torch.from_numpy(ONE), "creates a tensor"),
+    "a constant from numpy": (lambda n, x: n.relu(n.bn1(n.conv1(x))) * torch.from_numpy(ONE), "uses a tensor"),
 }
 
 
@@ -1126,7 +1126,7 @@ def test_converting_twice_changes_nothing_and_says_so():
     twice = bn.convert(once, image())
     assert [type(m) for m in twice.modules()] == [type(m) for m in once.modules()]
     assert fused(twice) == fused(once)
-    assert "nothing changed: there is nothing to convert or fuse" in twice.report.notes
+    assert "nothing changed: there is nothing that can be converted or fused" in twice.report.notes
     assert not any("nothing changed" in note for note in once.report.notes)
 
 
@@ -1220,7 +1220,7 @@ def test_a_module_that_fails_the_check_leaves_the_others_fused():
     assert fused(converted) == dict.fromkeys(("0.bn", "4.bn", "5.bn"), "relu")
     (note,) = converted.report.notes
     assert note.startswith("the code of '2' was not rewritten: with rewritten code, ")
-    assert note.endswith("; nothing was changed")
+    assert note.endswith("; the original was not changed")
     assert "was not rewritten: with rewritten code" in converted.report["2.bn1"].reason
     assert_same(net, converted, x)
 

@@ -31,7 +31,7 @@ class Net(nn.Module):
 
     def forward(self, x):
         y = self.change(self.bn(self.conv(x)))
-        return y.flatten(1) if self.rows is None else y.view(self.rows, -1)
+        return y.flatten(1) if self.rows is None else y.view(self.rows, 4 * 4 * 4)
 
 
 class Change(nn.Module):

@@ -130,9 +130,7 @@ def test_damaged_checkpoints_are_passed_over(tmp_path, damage, says):
 def test_all_damaged(tmp_path):
     for step in (1, 2):
         truncate(save(tmp_path, step, MODEL, STATE))
-    with pytest.raises(
-        CheckpointError, match=r"no checkpoint of this run can be used: .*step-000000002.*step-000000001"
-    ):
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be used: .*step-000000002.*step-000000001"):
         load_latest(tmp_path)
 
 

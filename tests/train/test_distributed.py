@@ -75,7 +75,7 @@ def test_running_averages_are_averaged_but_for_sync():
 
 
 def workers_of(launcher):
-    """Return the processes that torchrun has started."""
+    """Return the ids of the processes that torchrun has started."""
     try:
         children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
     except FileNotFoundError:

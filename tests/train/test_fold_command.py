@@ -54,8 +54,8 @@ def test_from_the_shell(folder):
     assert done.returncode == 0, done.stderr
     assert "fold: 1 of 1 batch norm folded, relative error" in done.stdout
     assert "size: 520 bytes of parameters and buffers before folding, 448 after," in done.stdout
-    # On a slow machine, export prints its progress. There must be no other output, such as torch.onnx's notes about
-    # missing packages.
+    # On a slow machine, export prints its progress. There must be no other output on stderr, such as torch.onnx's notes
+    # about missing packages.
     assert [line for line in done.stderr.splitlines() if not line.startswith("export: ")] == []
     import onnxruntime
 
@@ -79,7 +79,7 @@ def test_weights_and_shape(folder, suffix, capsys):
 
 def test_a_network_that_was_never_trained_gets_a_warning(folder, capsys):
     fold("mynets:with_example", folder / "net.pt2")
-    assert "mynets:with_example have never been trained: to write a trained network, add --weights" in (
+    assert "mynets:with_example have counted no training batches: if the network is not trained, add --weights" in (
         capsys.readouterr().err
     )
     assert (folder / "net.pt2").exists()
@@ -181,4 +181,4 @@ def test_fold_writes_a_run_as_pt2(run, finished, files, tmp_path):
 
 def test_fold_of_a_run_takes_no_weights(finished, tmp_path, refusal):
     words = ["fold", finished, "-o", tmp_path / "net.pt2", "--input", 1, 3, 32, 32]
-    assert "is a run, with its own weights and image size: remove --weights and --input" in refusal(*words)
+    assert "is a folder, so it must be a run, which has its own weights and image size" in refusal(*words)

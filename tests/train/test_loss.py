@@ -15,7 +15,7 @@ def exact(scores, labels):
 @pytest.mark.parametrize("shape", [(5, 3), (32, 1000), (1, 1), (3, 4096)])
 def test_the_kernel_against_float64(device, shape, dtype):
     scores = (3 * torch.randn(shape, device=device)).to(dtype)
-    scores[0, 0] = 60  # exp(60) in float16, or its sum in float32, must not overflow
+    scores[0, 0] = 60  # exp(60) would overflow in float16
     labels = torch.randint(shape[1], shape[:1], device=device)
     losses, gradient = run_cross_entropy(scores, labels)
     expected = exact(scores, labels)

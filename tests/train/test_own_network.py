@@ -197,9 +197,7 @@ def test_fused_activations_stay_when_batch_normalization_goes():
 
 
 def test_statistics_of_all_ranks_need_layers_of_this_library(source):
-    with pytest.raises(
-        ValueError, match=r"statistics=sync needs .*but 1 is a torch\.nn layer: add --normalize convert"
-    ):
+    with pytest.raises(ValueError, match=r"statistics=sync needs .*but layer 1 is not one: add --normalize convert"):
         small(factory=f"{source}:build", statistics="sync").network(3)
     net = small(factory=f"{source}:build", statistics="sync", normalize="convert").network(3)
     assert isinstance(net[1].statistics, bn.Sync)
@@ -263,7 +261,7 @@ def test_an_exception_in_the_users_code_keeps_its_traceback(words, source, tmp_p
     assert main(words) == 2
     *trace, last = capsys.readouterr().err.splitlines()
     assert last.startswith(f"batchnorm train: {says.format(broken)}")
-    assert last.endswith("; nothing was written")
+    assert last.endswith("; no results were written")
     assert trace[0] == "Traceback (most recent call last):"
     assert [line.split(", line")[0] for line in trace if "File" in line] == [f'  File "{broken}"']
     assert not (tmp_path / "run").exists()
@@ -283,7 +281,7 @@ def test_an_exception_in_another_process_keeps_its_traceback_too(words, tmp_path
     assert main(words) == 2
     error = capsys.readouterr().err
     assert "    return [][1]\n" in error
-    assert error.endswith(f"{broken}:failing raised IndexError; nothing was written\n")
+    assert error.endswith(f"{broken}:failing raised IndexError; no results were written\n")
 
 
 def test_a_class_without_images(words, data, tmp_path, capsys):

@@ -100,13 +100,13 @@ def test_the_statistics_of_a_frozen_source_move_again(source, tmp_path):
         ("--from {folder}/other.pt", "other.pt does not fit the network: 8 entries not in the file (0.weight, "),
         (
             "--from {folder}/wide.pt",
-            "1 entry with a different shape (0.weight); use the --network and --normalize that it was",
+            "1 entry with a different shape (0.weight); use the options that it was trained with",
         ),
         ("--from {folder}/absent.pt", "absent.pt: no such file or directory"),
         ("--from {folder}", "is not the folder of a run: it holds "),
         ("--from {folder}/unfinished", "unfinished has no final network: its training has not finished"),
         ("--freeze-statistics", "--freeze-statistics needs the statistics of a trained network: add --from"),
-        ("--from {pretrained} --freeze-statistics", "but 1 is a torch.nn layer: add --normalize convert"),
+        ("--from {pretrained} --freeze-statistics", "but layer 1 is not one: add --normalize convert"),
         ("--from {pretrained} --freeze-statistics --normalize remove", "nothing to freeze: the network has no"),
     ],
 )

@@ -3,8 +3,8 @@
     python -m batchnorm bench fine-tuning --data DIR --out runs/bench/fine-tuning.json
 
 The command trains a small network on half of the classes. It then fine-tunes the network on a few images of each class
-of the other half. Batch normalization uses either the statistics of each batch, or the frozen statistics of the first
-training.
+of the other half. During fine-tuning, batch normalization uses either the statistics of each batch, or the frozen
+statistics of the first training.
 """
 
 from __future__ import annotations

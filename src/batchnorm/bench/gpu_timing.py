@@ -16,7 +16,10 @@ def require_gpu() -> None:
 
 
 def buffers(size: int) -> int:
-    """Return how many buffers of ``size`` bytes fill a 60 MB cache three times, but at least 3 and at most 64."""
+    """Return how many buffers of ``size`` bytes fill a 60 MB cache three times, but at least 3 and at most 64.
+
+    64 buffers of less than 2.8 MB do not fill the cache three times, so data of the smallest layers may stay in it.
+    """
     return max(3, min(64, -(-180_000_000 // size)))
 
 

@@ -80,7 +80,7 @@ def input_rate(
             photographs and so faster to decode.
         split: the split of the data to use.
         size: height and width of the crops.
-        images: the largest number of images to load; they are spread evenly over the data.
+        images: the largest number of images in a timing on one core; they are spread evenly over the data.
         rounds: number of times each loader is timed.
         workers: number of worker processes.
         gpu_rate: images per second that the GPU consumes.

@@ -41,7 +41,9 @@ class LayerShape(NamedTuple):
 
 
 _CHANNELS = {  # the layers' numbers of channels, by network and by height of the layer's input
-    # Paper: Appendix, Figure 5, but with pool projections of 96 channels in 4c and 4d, where the figure prints 128.
+    # Paper: Appendix, Figure 5, but with pool projections of 96 channels in 4c and 4d, where the figure prints 128. All
+    # layers of 3c and 4e are listed at the height of the module's input, as in the figure, although layers that follow
+    # a strided convolution have half that height.
     "inception": {
         112: (64,),
         56: (64, 192),
@@ -125,6 +127,17 @@ Key = tuple[Any, ...]
 def key_of(layer: LayerShape, channels_last: bool, dtype: torch.dtype, residual: bool) -> Key:
     """Return the key of a row."""
     return (*layer, *names_of(channels_last, dtype, residual))
+
+
+def is_measured(row: dict[str, Any], compiler: str) -> bool:
+    """Return whether a row has the time of torch.compile in this mode, and our time unless our kernels were refused.
+
+    >>> is_measured({"us": {"compile": [1.0, 2.0]}}, "compile")
+    False
+    >>> is_measured({"us": {"compile": [1.0, 2.0]}, "refused": "the relative errors are too large"}, "compile")
+    True
+    """
+    return compiler in row["us"] and ("batchnorm" in row["us"] or "refused" in row)
 
 
 def earlier_rows(path: Path, machine: dict[str, Any], processors: int) -> dict[Key, dict[str, Any]]:

@@ -173,7 +173,7 @@ def learning(
     above(0, rate=rate)
     between(0, SEED_MAX, seeds=seeds)
     check_writable(out)
-    # Raise an error now, not after the training, if the network cannot be built or has no batch normalization.
+    # Before any training, raise an error if the network cannot be built or has no batch normalization.
     network_to_convert(network)
     recipe = LearningRecipe(data, network, size, batch, epochs, rate, find_device(device).type, workers)
     sources = {split: open_source(data, split) for split in ("train", "val")}

@@ -165,7 +165,7 @@ def earlier_rows(path: Path, here: dict[str, Any], keep: bool = False) -> Report
     report = read_json(path)
     if other := differences(report["machine"], {**dict.fromkeys(report["machine"]), **here}):
         raise ValueError(
-            f"the results in {path} are from another machine or other settings ({'; '.join(other)}): "
+            f"the results in {path} are from another machine, other versions or other settings ({'; '.join(other)}): "
             "choose another --out"
         )
     good = (row for row in report["rows"] if "failed" not in row)

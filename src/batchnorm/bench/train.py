@@ -7,10 +7,10 @@ replayed as one CUDA graph) of
 - stock, composed stem: the stock network, with the stem's two convolutions composed into one;
 - ours: this library's network as ``batchnorm train`` runs it.
 
-Each of these three contenders has its own process, so that all contenders compile in parallel. The contenders' losses
-on the same weights and images must agree. Then the contenders are timed alternately. Each round gives a ratio of two
-contenders' times; the reported ratio is the median over the rounds. Finally, a profile of "ours" shows where the time
-of a step goes.
+Each of these three contenders has one process per batch size, and all processes compile in parallel. The contenders'
+losses on the same weights and images must agree. Then the contenders are timed alternately. Each round gives a ratio of
+two contenders' times; the reported ratio is the median over the rounds. Finally, a profile of "ours" shows where the
+time of a step goes.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Strength(NamedTuple):
 
 # The paper gives no strengths; it says only that distortions were reduced. "full" uses the strengths of Howard ("Some
 # improvements on deep convolutional neural network based image classification", 2013), whose distortions GoogLeNet
-# used. We chose the strengths of "reduced".
+# used. The strengths of "reduced" are this library's choice.
 STRENGTHS = {"full": Strength(0.5, 0.1), "reduced": Strength(0.2, 0.04)}
 
 

@@ -115,8 +115,9 @@ def discard_decoded(folder: Path) -> None:
 def crop_resize(images: Tensor, boxes: Tensor, size: int) -> Tensor:
     """Cut a box out of each image and resize it with an antialiased bilinear (triangle) filter.
 
-    The filter is separable: the result is R x C^T, where x is a channel of an image, and R and C are matrices that
-    resize its height and width. So a batch takes two batched matrix products, and the host never waits for the device.
+    The filter is separable: the result is R X C^T, where the matrix X is a channel of an image, and the matrices R and
+    C resize its height and width. So a batch takes two batched matrix products, and the host never waits for the
+    device.
 
     Args:
         images: uint8 of shape (n, height, width, 3).

@@ -252,7 +252,7 @@ def check_same_data(data: dict[str, dict[str, Any]]) -> None:
     >>> check_same_data({"a": {"train": 3}, "b": {"train": 4}})
     Traceback (most recent call last):
         ...
-    ValueError: a and b come from different data (train 3 and 4); keep them in separate folders
+    ValueError: a and b use different data (train 3 and 4); keep them in separate folders
     """
     (first, expected), *rest = data.items() if data else [("", {})]
     for name, found in rest:
@@ -261,7 +261,7 @@ def check_same_data(data: dict[str, dict[str, Any]]) -> None:
             what = ", ".join(
                 f"{k} {expected.get(k)} and {found.get(k)}" for k in keys if expected.get(k) != found.get(k)
             )
-            raise ValueError(f"{first} and {name} come from different data ({what}); keep them in separate folders")
+            raise ValueError(f"{first} and {name} use different data ({what}); keep them in separate folders")
 
 
 def describe_data(path: Path, splits: Sequence[str] = ("train", "val")) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def _source(path: Path, classes: tuple[str, ...], rows: list[Entry]) -> Official
     unknown = sorted({wnid for wnid, *_ in rows} - set(classes))
     if unknown or not rows:
         problem = f"images of class {unknown[0]}, which has no training images" if unknown else "no images"
-        raise ValueError(f"{path} has {problem}; download the archive again, or use one that has not been changed")
+        raise ValueError(f"{path} has {problem}: download ImageNet's files again, and do not change them")
     return OfficialTar(
         path=path,
         classes=classes,

@@ -103,7 +103,7 @@ class ImageBatches:
         if len(self._corrupt) > self.max_corrupt:
             raise TooManyCorruptError(
                 f"{len(self._corrupt)} files could not be read, more than max_corrupt={self.max_corrupt}: replace or"
-                f" remove them, or raise max_corrupt; the first ones: {self._listed()}"
+                f" remove them (in Python, you can also raise max_corrupt); the first ones: {self._listed()}"
             )
 
     def _listed(self) -> str:

@@ -147,7 +147,7 @@ class ShardIndex:
         # Damaged files can raise almost any error: zipfile, zlib and numpy's header parser each have their own types.
         with contextlib.suppress(Exception), zipfile.ZipFile(path) as file:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in file.infolist()):
-                return None  # we write no compressed index, and a small compressed file could unpack to any size
+                return None  # _save() never compresses, and a small compressed file could unpack to any size
             files = {field.name: io.BytesIO(file.read(f"{field.name}.npy")) for field in fields(cls)}
             index = cls(**{name: np.load(content, allow_pickle=False) for name, content in files.items()})
             return index if index._is_consistent() else None

@@ -103,7 +103,7 @@ class Ensemble:
             first, (images, classes) = self.members[0].name, self._sum.shape
             found = f"{len(labels):,} images and {probabilities.shape[1]} classes, not {images:,} and {classes}"
             why = "the labels differ" if self._sum.shape == probabilities.shape else f"{name} has {found}"
-            raise ValueError(f"{name} was not evaluated on the same images as {first}: {why}")
+            raise ValueError(f"{name} was not evaluated on the same data as {first}: {why}")
         alone = score(probabilities, labels, name)
         self._sum += probabilities
         self._votes.scatter_add_(1, probabilities.argmax(1, keepdim=True), self._votes.new_ones(len(labels), 1))

@@ -203,7 +203,7 @@ class _Worker:
 
     def variant(self, path: str, module: nn.Module) -> Variant | None:
         """Return the rewritten forward of a module for this mode, or None if there is nothing to fuse."""
-        patterns = self.calls.get(path, "not called on the example")
+        patterns = self.calls.get(path, "it is not called in every mode on the example")
         if isinstance(patterns, str):
             raise Untraceable(patterns)
         opened = self._openable_in(path)

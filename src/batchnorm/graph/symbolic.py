@@ -117,7 +117,7 @@ class Spies:
             elif caller == "torch.nn.modules.module" and _holds(self, name) and _is_asked_by_user():
                 reads[self][name] = None  # read by get_submodule, get_parameter or get_buffer
             elif name in ("_parameters", "_buffers") and _is_asked_by_user():
-                raise Untraceable("its code loops over parameters or buffers")
+                raise Untraceable("its code loops over, adds or deletes parameters or buffers")
             return kind.__getattribute__(self, name)
 
         def write(self: Any, name: str, value: Any) -> None:
@@ -306,7 +306,9 @@ class _Tracer(fx.Tracer):
         _refuse_unrecorded()
         node = super().create_node(*args, **kwargs)
         if node.op == "get_attr" and str(node.target).startswith(("_tensor_constant", "_torchbind_obj", "_opaque_obj")):
-            raise Untraceable("its code creates a tensor that does not depend on its arguments")
+            raise Untraceable(
+                "its code uses a tensor that is neither computed from its arguments nor itself an attribute of a module"
+            )
         self.stacks[node.name] = tuple(self._stack)
         return node
 
@@ -332,7 +334,7 @@ class _Tracer(fx.Tracer):
     def to_bool(self, obj: fx.Proxy) -> bool:
         known = self.known(obj)
         if known is None:
-            raise Untraceable("its control flow depends on the data, or on the shape of a tensor that it computes")
+            raise Untraceable("its control flow depends on more than the shapes, dtypes and devices of its arguments")
         text, value = known
         self._expect(obj, text if value else f"not {text}")
         return bool(value)
@@ -378,7 +380,7 @@ class _Tracer(fx.Tracer):
                 node.graph.erase_node(node)
 
     def keys(self, obj: fx.Proxy) -> Any:
-        raise Untraceable("its code unpacks a dict that another module returns")
+        raise Untraceable("its code unpacks a dict that another module returns, or reads its keys")
 
 
 class _Typed:
@@ -405,7 +407,8 @@ class _Typed:
         count = _unpacked(sys._getframe(1))
         if count is None:
             raise Untraceable(
-                "its code loops over a tensor, over a module's output, or over the shape of a computed tensor"
+                "its code loops over a tensor, over what a module or function returns, or over the shape of a computed"
+                " tensor"
             )
         items = self.tracer.create_proxy("call_function", exactly, (self, count), {})
         return iter([items[i] for i in range(count)])
@@ -465,7 +468,7 @@ class _Value(_Typed, fx.Proxy):
             return _Attribute(self, name)
         if name.startswith("__") or self.tracer.is_tensor(self.node):
             raise AttributeError(f"'Tensor' object has no attribute '{name}'")
-        raise Untraceable(f"its code reads '{name}' from the result of another module")
+        raise Untraceable(f"its code reads '{name}' from the result of a function or of another module")
 
 
 class _Attribute(_Typed, Attribute):

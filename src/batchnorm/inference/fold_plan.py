@@ -182,7 +182,9 @@ def _source(plan: FoldPlan, graph: Graph, call: TracedCall) -> tuple[TracedCall,
             raise Refusal("no layer or function computes its input")
         if value.sole_consumer is not reader:
             others = ", ".join(str(c) for c in value.consumers if c is not reader)
-            raise Refusal(f"{producer} also feeds {others or 'an output of the network or untraced code'}")
+            raise Refusal(
+                f"{producer} also feeds {others or 'an output of the network, untraced code or this layer again'}"
+            )
         module = producer.module
         linear = isinstance(module, TorchBatchNorm) and not has_nonlinear_part(graph, module)
         if is_affine(module) or (linear and module in plan.remaining):

@@ -119,7 +119,7 @@ def trace_forwards_(
                 traced.refused.setdefault(path, str(error))
             except Exception as error:  # the user's code runs on torch.fx's proxies, so it may raise any exception
                 reason = str(error).strip().partition("\n")[0] or type(error).__name__
-                traced.refused.setdefault(path, f"torch.fx cannot trace it: {reason}")
+                traced.refused.setdefault(path, f"its forward cannot be rewritten for folding: {reason}")
             if not at:
                 break
             at = at.rpartition(".")[0]

@@ -261,7 +261,7 @@ class BatchNorm(TorchBatchNorm):
             raise ValueError(
                 f"{path_of(self)}: expected {' x '.join(map(str, features))} features, but the input of shape"
                 f" {tuple(input.shape)} has {' x '.join(map(str, input.shape[1 : 1 + len(features)]))};"
-                f" set num_features to match the layer before this one"
+                " set num_features to match the layer before this one, or move the features to dimension 1"
             )
         if residual is not None and residual.shape != input.shape:
             raise ValueError(
@@ -299,9 +299,9 @@ class BatchNorm(TorchBatchNorm):
             larger, masked = "group", f"{masked} in a group of {self.statistics}"
         raise ValueError(
             f"{path_of(self)}: expected more than 1 value per channel when training, got input size"
-            f" {tuple(input.shape)}{masked}. Use a larger {larger}, drop or balance the loader's last batch"
-            " (batchnorm.data.BalancedBatches), freeze the statistics (batchnorm.freeze_), or create the layer with"
-            " on_single='running' to normalize such a batch by the running statistics"
+            f" {tuple(input.shape)}{masked}. Use a larger {larger}, or drop or balance the loader's last batch"
+            " (batchnorm.data.BalancedBatches). If the layer has running statistics, you can also freeze them"
+            " (batchnorm.freeze_), or create the layer with on_single='running' to normalize such a batch by them"
         )
 
     def reset_running_stats(self) -> None:

@@ -95,7 +95,8 @@ def _layers(net: nn.Module, verb: str) -> Iterator[tuple[str, BatchNorm]]:
     if foreign:
         raise ValueError(
             f"cannot {verb} {', '.join(foreign)}: only this library's layers can be frozen, because train() would"
-            " unfreeze torch.nn layers; convert the network first: net = batchnorm.convert(net, example)"
+            " unfreeze torch.nn layers; convert the network first: net = batchnorm.convert(net, example). If convert"
+            " refuses a layer, net.report says why"
         )
     if not found:
         raise ValueError(f"nothing to {verb}: the network has no batch normalization layers")

@@ -116,7 +116,11 @@ def _only_activation(layer: nn.Module, calls: list[TracedCall]) -> tuple[nn.Modu
                 readers.append("untraced code (the caller, a hook or a stored reference)")
             return None, f"its output is read by {' and '.join(readers) or 'nothing'}"
         if consumer.module is None:
-            why = "not to a module" if plain_name(consumer.name) in _FUNCTIONS else "which cannot be fused"
+            why = (
+                "which only rewritten code can fuse"
+                if plain_name(consumer.name) in _FUNCTIONS
+                else "which cannot be fused"
+            )
             return None, f"its output goes to the function {consumer}, {why}"
         between = [c for c in output.handed_on if not is_plain_identity(c.module)]
         if between:
@@ -166,7 +170,7 @@ def _other_input(
     for call in (call for graph in graphs for call in graph.calls_of(activation)):
         producer = call.inputs[0].producer
         if producer is None or producer.module not in takers:
-            return f"called on {f'the output of {producer}' if producer is not None else 'the input of the network'}"
+            return f"called on {f'the output of {producer}' if producer is not None else 'an input or a parameter'}"
     followed = [next_in_order(holder) for layer in takers for holder in held[layer]]
     if len([holder for holder in held[activation] if not _is_in_graph(net, holder)]) > followed.count(activation):
         return "used elsewhere"

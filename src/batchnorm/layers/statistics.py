@@ -94,7 +94,7 @@ class Ghost:
 
     def __post_init__(self) -> None:
         if not isinstance(self.size, int) or self.size < 2:
-            raise ValueError(f"a ghost batch needs at least 2 examples, not {self.size!r}")
+            raise ValueError(f"the size of a ghost batch must be an integer of at least 2, not {self.size!r}")
 
     def batch_norm(
         self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float, running: Running | None, **options: Any

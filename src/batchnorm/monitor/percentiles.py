@@ -100,7 +100,10 @@ class Monitor:
             sink.close()
 
     def record(self, step: int, batch: Any = None) -> Record:
-        """Run ``batch``, or the probe, as in training but without side effects; store and return the record."""
+        """Run ``batch``, or the probe, without side effects; store and return the record.
+
+        Normalizations run in their current mode, and everything else runs in evaluation mode.
+        """
         batch = self.probe if batch is None else batch
         if batch is None:
             raise ValueError("nothing to record: pass a batch to record(), or create the Monitor with probe=")

@@ -127,8 +127,8 @@ def borrowed_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
 def probing(net: nn.Module) -> Iterator[None]:
     """Inside the block, run the network as in training, with the batch's own statistics, but without side effects.
 
-    Only batch and instance normalizations stay in training mode; dropout, for example, does not. Buffers, random
-    number generators and modes are restored at the end.
+    Batch and instance normalizations keep their mode; everything else, such as dropout, runs in evaluation mode.
+    Buffers, random number generators and modes are restored at the end.
     """
     modules = list(net.modules())
     modes = [m.training for m in modules]

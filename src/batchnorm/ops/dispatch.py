@@ -145,8 +145,8 @@ def normalize_batch_(
 ) -> Tensor:
     """Normalize like :func:`batch_norm_` but return only the output, as ``torch.nn.functional.batch_norm`` does.
 
-    This function is faster than :func:`batch_norm_` for small batches. It has no ``feature_dims``, ``residual`` and
-    ``mask``. ``x``, ``gamma``, ``beta``, ``eps`` and ``activation`` are those of :func:`batch_norm`.
+    This function is faster than :func:`batch_norm_` for small batches. It has no ``feature_dims``, ``residual`` or
+    ``mask``. Except for ``running`` and ``momentum``, its arguments are those of :func:`batch_norm`.
 
     Args:
         running: the averages, updated in place.
@@ -216,7 +216,7 @@ def normalize(
     features.check("var", var)
     path = choose(call).path
     if path == "cuda" and torch.compiler.is_compiling():
-        # torch.compile can fuse plain operations with their neighbors, but it cannot fuse a call of our kernel.
+        # torch.compile can fuse plain operations with their neighbors, but it cannot fuse this library's kernel.
         path = "composite"
     return features.restore(PATHS[path].normalize(call, features.flat_vector(mean), features.flat_vector(var)))
 
@@ -251,8 +251,8 @@ def choose(call: Call) -> Choice:
     if not FAST:
         return Choice("composite", "BATCHNORM_FAST=0 disables every fast path")
     if torch.compiler.is_compiling():
-        # On CUDA, use this library's kernels even if torch.compile could fuse plain operations: we found no tensor size
-        # at which the compiled code is clearly faster (docs/compile.md).
+        # On CUDA, use this library's kernels, although torch.compile could fuse plain operations: no tensor size is
+        # known at which the fused operations are clearly faster (docs/compile.md).
         if x.device.type != "cuda":
             return Choice("composite", "torch.compile fuses plain operations itself")
     elif is_transformed():

@@ -36,7 +36,8 @@ def recompute() -> Iterator[None]:
 
     Some tensors are kept as usual:
 
-    - outputs of layers that are frozen, in evaluation mode or called with a ``mask``
+    - outputs of layers that are frozen or in evaluation mode
+    - outputs on the path "composite" (see :func:`batchnorm.ops.explain`), for example with a ``mask``
     - outputs of layers that use ``Renorm``, or ``Sync`` over several ranks
     - outputs that are changed in place
     - results of other operations on an output, such as a cast, pooling or an activation that is not fused
@@ -46,7 +47,7 @@ def recompute() -> Iterator[None]:
     context applies.
 
     Raises:
-        RuntimeError: in the backward pass, if a tensor that it needs was changed in place after the forward pass.
+        RuntimeError: in the backward pass, if a tensor that it needs was changed in place after it was saved.
 
     >>> import batchnorm as bn
     >>> from torch import nn
@@ -160,7 +161,7 @@ class Kept:
         if t._version != self.version:
             raise RuntimeError(
                 f"the backward pass needs a tensor of shape {tuple(t.shape)} ({t.dtype}) that was changed in place"
-                " after the forward pass: change a copy of it (x = x + 1 instead of x += 1), or try the forward pass"
+                " after it was saved: change a copy of it (x = x + 1 instead of x += 1), or try the forward pass"
                 " without recompute(), because autograd then saves other tensors"
             )
         return t

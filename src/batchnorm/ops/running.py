@@ -136,8 +136,9 @@ def _update_meta(*args: Tensor | float | None) -> None:
     """
     if not all(arg.is_meta for arg in args if isinstance(arg, Tensor)):
         raise RuntimeError(
-            "some of a layer's running averages and counters are on the meta device, so the averages cannot be updated;"
-            " load a state dict with assign=True, or call to_empty(device=...) and reset_parameters()"
+            "the running averages cannot be updated: the input, the averages and the counters must all be on the meta"
+            " device, or none of them; to move a layer off the meta device, load a state dict with assign=True, or"
+            " call to_empty(device=...) and reset_parameters()"
         )
 
 

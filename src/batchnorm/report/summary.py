@@ -276,7 +276,7 @@ def pages(root: Path) -> dict[Path, str]:
     }
     for name in ("fig2", "fig4"):
         written = results / name / f"{name}.md"
-        # Leave out the long table at the end, which lists the hardware and versions of each run.
+        # Leave out the long table of each run's hardware and versions, and everything after it.
         tables = written.read_text().partition("\n## The runs\n")[0] if written.exists() else NOT_RUN
         contents[f"docs/{name}.md"] = [_beneath(tables)]
     tuned = read(results, "fine-tuning.json")

@@ -152,7 +152,7 @@ def convert(
         counts.append((count(graph, taken), taken))
     sites = list(_sites(net, layers, refused, counts, unfused, done, graphs))
     if not _changes(net, result):
-        notes.append("nothing changed: there is nothing to convert or fuse")
+        notes.append("nothing changed: there is nothing that can be converted or fused")
     return attach(result, VerbReport("convert", tuple(sites), error, tuple(notes), headline(counts)))
 
 
@@ -222,7 +222,9 @@ def _convertible(net: nn.Module, graph: Graph) -> tuple[dict[TorchBatchNorm, typ
         elif kind is nn.SyncBatchNorm and calls:
             layers[module] = BY_DIMENSIONS[len(calls[0].inputs[0].shape)]
         elif kind is nn.SyncBatchNorm:
-            refused[module] = "not called on the example, so it is unknown whether it is 1d, 2d or 3d"
+            refused[module] = (
+                "not called on the example in evaluation mode, so it is unknown whether it is 1d, 2d or 3d"
+            )
         else:
             refused[module] = f"{kind.__name__} is a subclass of a batch normalization layer and may behave differently"
     return layers, refused

@@ -59,14 +59,18 @@ def fold(
     is_run = Path(network).is_dir()
     if not is_run and ":" not in network:
         raise ValueError(
-            f"'{network}' is neither the folder of a run nor a function: give MODULE:FUNCTION, such as mynets:resnet"
+            f"'{network}' is neither the folder of a run nor a function: give MODULE:FUNCTION, such as mynets:resnet,"
+            " or a run's folder"
         )
     if is_run or (weights is not None and weights.suffix == ".safetensors"):
         check_installed("safetensors")
     metadata: dict[str, str] = {}
     if is_run:
         if weights is not None or input:
-            raise ValueError(f"{network} is a run, with its own weights and image size: remove --weights and --input")
+            raise ValueError(
+                f"{network} is a folder, so it must be a run, which has its own weights and image size: remove"
+                " --weights and --input, or give MODULE:FUNCTION"
+            )
         run = load(network, trust=trust)
         net, example, metadata = run.trained, example_images(run.preprocessing.size), _metadata(run)
     else:
@@ -80,8 +84,8 @@ def fold(
                 raise ValueError(f"{weights} does not fit {network}: {problem}") from error
         elif _never_trained(net):
             print(
-                f"warning: the batch normalization layers of {network} have never been trained: to write a trained"
-                " network, add --weights FILE",
+                f"warning: the batch normalization layers of {network} have counted no training batches: if the network"
+                " is not trained, add --weights FILE",
                 file=sys.stderr,
             )
         if input:

@@ -48,8 +48,8 @@ def own_network(factory: str, change: Change, *, classes: int, size: int, seed: 
     elif change == "remove":
         net = without_batch_norm(net)
     if change == "insert" and _count(net) == before:
-        why = "already has batch normalization everywhere" if before else "has no layer to normalize"
-        raise ValueError(f"{factory} {why}, so normalize=insert does nothing: remove that option")
+        why = "has no layer left to normalize" if before else "has no layer to normalize"
+        raise ValueError(f"{factory} {why}, so normalize=insert does nothing: remove that option if you gave it")
     if change in ("convert", "remove") and not before:
         raise ValueError(
             f"{factory} has no batch normalization, so normalize={change} does nothing: remove that option"
@@ -93,7 +93,9 @@ def _check(net: nn.Module, factory: str, example: Tensor, classes: int) -> None:
     except Exception as error:
         why = str(error).partition("\n")[0]
         size = "x".join(map(str, example.shape[1:]))
-        raise ValueError(f"{factory} cannot take images of {size}: {why}; try another --size") from error
+        raise ValueError(
+            f"{factory} cannot take images of {size}: {why}; correct the network, or try another --size"
+        ) from error
     if not isinstance(scores, Tensor):
         raise ValueError(
             f"the network of {factory} returns {type(scores).__name__} in training, not one tensor of class scores:"

@@ -60,7 +60,7 @@ class Recipe:
     """apply batch normalization before each nonlinearity"""
     activation: Literal["relu", "sigmoid"] = "relu"
     """the nonlinearity"""
-    dropout: float = 0.4
+    dropout: float = 0.4  # the paper gives no value; this is GoogLeNet's
     """dropout probability before the classifier"""
     local_response: bool = True  # the paper does not say where these layers are, and gives no constants
     """local response normalization"""
@@ -151,7 +151,8 @@ class Recipe:
                 elif isinstance(layer, TorchBatchNorm) and not (sync and isinstance(layer, nn.SyncBatchNorm)):
                     field = "statistics=sync" if sync else "freeze_statistics"
                     raise ValueError(
-                        f"{field} needs this library's layers, but {name} is a torch.nn layer: add --normalize convert"
+                        f"{field} needs this library's layers, but layer {name} is not one: add --normalize convert; if"
+                        " that does not convert the layer, replace it in the network's code"
                     )
         if self.freeze_statistics:
             freeze_(net, affine=False)

@@ -53,7 +53,7 @@ def claim_folder(
         )
     known = out / "data.json"
     if data is not None and known.exists():
-        check_same_data({f"the run in {out}": read_json(known), "the given data": data})
+        check_same_data({f"the run in {out}": read_json(known), "this command": data})
     elif data is not None:
         write_atomically(known, json.dumps(data).encode())
     write_atomically(path, recipe.to_json().encode())

@@ -70,7 +70,8 @@ def start_from_(net: nn.Module, source: str, classes: int) -> str:
     problems = difference({**expected, **{name: state[name] for name in new}}, state)
     if problems:
         raise ValueError(
-            f"{source} does not fit the network: {problems}; use the --network and --normalize that it was trained with"
+            f"{source} does not fit the network: {problems}; use the options that it was trained with, such as"
+            " --network, --normalize or --recipe"
         )
     net.load_state_dict({name: value for name, value in state.items() if name not in new}, strict=False)
     told = f"starting from {source}: {len(state) - len(new)} of {len(expected)} tensors loaded"

@@ -127,7 +127,7 @@ def train(
 
 
 def check_before_training(recipe: Recipe, options: Options) -> tuple[int, str | None]:
-    """Check the device, the packages and the images; return the number of classes, and a note if images are small."""
+    """Check --graph, --tensorboard and the images; return the number of classes, and a note if images are small."""
     if options.graph and find_device(options.device).type != "cuda":
         raise ValueError("--graph True captures CUDA graphs, but this run is on the CPU: remove that option")
     if options.tensorboard:

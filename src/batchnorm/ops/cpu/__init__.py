@@ -61,8 +61,8 @@ def describe(call: Call) -> str:
         return f"a CPU tensor, computed by torch's kernels because {missing}"
     if autograd.form_of(call.x, call.activation) is None:
         return (
-            "a CPU tensor, computed by torch's kernels: the compiled kernel needs a dense float32 batch with more than"
-            " one value per channel"
+            "a CPU tensor, computed by torch's kernels: the compiled kernel needs a contiguous or channels_last float32"
+            " batch with more than one value per channel"
         )
     reason = "a CPU tensor; layers in training use the compiled kernel, or torch's kernel if that is faster"
     found = compiler.kernels()

@@ -55,7 +55,7 @@ enum { INVSTD = SLOPE, LACK = LEVEL };
 
 enum {
     RUN = 256,     // planes: minimum number of values per example in a group of channels, except in the last group
-    WIDTH = 1024,  // maximum number of columns of a matrix; for rows with more channels, the number of channels
+    WIDTH = 1024,  // maximum number of columns of a matrix, except for rows with more than WIDTH channels
     NARROW = 64,   // rows: minimum number of columns of a matrix
     ADDED = 256,   // planes: maximum number of rows of a matrix; see also fold_when_due
     BLOCK = 65536, // rows: maximum number of values in a block, unless ROWS matrix rows hold more
@@ -438,8 +438,8 @@ static void fold(const Group *g, float *columns, double *sums) {
     memset(columns, 0, g->width * sizeof(float));
 }
 
-// The sums of a group. `first` and `second` have one float32 sum per column. To limit rounding errors, they are
-// regularly added to `sums`, which has two float64 sums per channel, and then set to zero.
+// The sums of a group. `first` and `second` have one float32 sum per column, and `sums` has two float64 sums per
+// channel. To limit rounding errors, `first` and `second` are regularly added to `sums` and then set to zero.
 typedef struct {
     float first[WIDTH], second[WIDTH];
     double sums[RUN][2];

@@ -171,7 +171,7 @@ def _coefficients(
 ) -> tuple[Vector, Vector]:
     """Return b and c of dx = s*dz + b*x + c, where s = gamma * invstd.
 
-    They follow from the gradients in Section 3 of the paper; ``m`` is the number of values per channel:
+    They follow from the gradients in Section 3 of the paper, where ``m`` is the number of values per channel:
     dx = s (dz - dbeta/m - x_hat dgamma/m) + dmean/m + 2 dvar (x - mean)/m
     """
     b, c = np.zeros_like(ctx.mean), np.zeros_like(ctx.mean)

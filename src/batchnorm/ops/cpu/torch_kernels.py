@@ -15,8 +15,9 @@ from ..composite import moments_backward
 from ..moments import Moments, statistics_dtype
 
 # Torch's kernel normalizes by computing a*x + b, in float32 unless x is float64. In float32, this is accurate enough if
-# |mean| / std is at most CONDITION for every channel: the error is then at most about 2e-5 standard deviations. `run`
-# compares CONDITION with the norm of all channels' ratios, which is at least as large as each ratio.
+# |mean| / std is at most CONDITION for every channel: rounding in a*x + b then causes an error of at most about 2e-5
+# standard deviations. `run` compares CONDITION with the norm of all channels' ratios, which is at least as large as
+# each ratio.
 CONDITION = 100.0
 
 # Torch's kernel computes the statistics of contiguous images in a scalar loop. Up to this many elements per thread, one
@@ -32,8 +33,8 @@ VECTOR = 16
 # good enough for a mean. Over GRADIENT_ROWS rows, the error is about 1e-5, which is good enough for sums of gradients.
 ROWS, GRADIENT_ROWS = 1 << 13, 1 << 18
 
-# Up to this many elements, ReLU does not run in place, because autograd's overhead for an in-place operation takes
-# longer than writing to a second buffer.
+# Up to this many elements, the ReLU that `for_fresh` returns does not run in place, because autograd's overhead for an
+# in-place operation takes longer than writing to a second buffer.
 SMALL = 1 << 14
 # In half precision, torch's ReLU converts one value at a time to float32. From this many elements on, HalfRelu is
 # faster, although it is an autograd function written in Python.

@@ -19,7 +19,7 @@ BLOCK = 2048  # elements per program when normalizing by given statistics
 
 
 class Pass(NamedTuple):
-    """Hold everything but the tensors that a forward or backward pass needs, for tensors of one shape and layout."""
+    """Hold what a forward or backward pass over tensors of one shape and layout needs, except the tensors."""
 
     geometry: Geometry
     strides: tuple[int, ...]  # the strides of dense tensors in x's layout

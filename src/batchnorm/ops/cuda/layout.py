@@ -77,7 +77,7 @@ def row_stride(x: Tensor) -> int:
     """Return the stride between the rows of a channels-last tensor; a row is one location of one example.
 
     Raises:
-        ValueError: if the tensor is not channels last.
+        ValueError: if the tensor is not channels last, or has too many values per channel.
     """
     g = geometry_of(x)
     if (
@@ -85,7 +85,10 @@ def row_stride(x: Tensor) -> int:
     ):  # a tensor with a single channel is both channels first and channels last
         return g.stride if g.nhwc else 1
     if g is None or not g.nhwc:
-        raise ValueError(f"these kernels need channels-last tensors, but this tensor has strides {x.stride()}")
+        raise ValueError(
+            "this operation needs channels-last tensors with fewer than 2**31 - 2**16 values per channel; got shape"
+            f" {tuple(x.shape)} with strides {x.stride()}"
+        )
     return g.stride
 
 

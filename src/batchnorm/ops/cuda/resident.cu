@@ -306,8 +306,8 @@ struct Walk {
         n = works(s) && first < s.units ? (s.units - first - 1) / step + 1 : 0;
     }
 
-    // Returns false if this thread has no vectors in the slice. With channels last, this happens if the last slice has
-    // fewer than SV vectors per row. If WOVEN, this happens to the last threads if SV does not divide THREADS.
+    // Returns false if no row of the slice has a vector for this thread. With channels last, this happens if the last
+    // slice has fewer than SV vectors per row. If WOVEN, it happens to the last threads if SV does not divide THREADS.
     __device__ __forceinline__ bool works(const Shape& s) const {
         return LAST ? (slice * SV + column) * V < s.C : !WOVEN || threadIdx.x < BLOCK * SV;
     }

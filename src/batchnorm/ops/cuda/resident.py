@@ -30,7 +30,7 @@ from .schedule import AT_ONCE, megabytes_of, up
 SOURCE = Path(__file__).with_name("resident.cu")
 KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 WIDTH = 16  # bytes per vector
-SHARED = 232_448  # bytes of shared memory that the programs on one multiprocessor can use in total
+SHARED = 232_448  # maximum bytes of shared memory per program; two programs on one multiprocessor get half each
 CACHE = 40_000_000  # a tensor of up to this many bytes is assumed to stay in the L2 cache during a pass
 BATCHES = 8  # maximum number of batches of 4 vectors that a thread keeps on chip; resident.cu has code for 8 batches
 

@@ -98,7 +98,7 @@ class Session:
         for split in ("train", "val"):
             check_complete(open_source(self.images, split), self.images, split)
         data = describe_data(self.images)
-        check_same_data({"the given data": data, **{name: one.data for name, one in finished.items()}})
+        check_same_data({"this command": data, **{name: one.data for name, one in finished.items()}})
         return data, finished
 
     def run(

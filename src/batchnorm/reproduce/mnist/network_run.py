@@ -118,7 +118,7 @@ class NetworkRun:
         return True
 
     def _config_there(self) -> dict[str, Any]:
-        """Return the configuration of the run in the folder, or {} if the folder has no checkpoint."""
+        """Check and return the configuration of the run in the folder; return {} if the folder has no checkpoint."""
         if not (self.folder / "checkpoint.pt").exists():
             return {}
         path = self.folder / "config.json"

@@ -1,10 +1,10 @@
 """Barriers for the programs of one launch that process the same slice of channels.
 
 Each slice has one word, an int32 in global memory. Programs arrive by adding to the word, and wait until the word's
-highest bit flips. After the last arrival, the bit flips in one of two ways. With :func:`arrive_to_turn`, the last
-arrival itself flips the bit. With :func:`arrive`, the last program to arrive can do some work first, and then calls
-:func:`release`. Either way, the lower 31 bits are zero after the flip. So if the words start at zero, consecutive
-launches on a stream can use the same words without a reset.
+highest bit flips. The bit flips in one of two ways. With :func:`arrive_to_turn`, the last arrival itself flips the bit.
+With :func:`arrive`, the last program to arrive can do some work first, and then calls :func:`release`. Either way, the
+lower 31 bits are zero after the flip. So if the words start at zero, consecutive launches on a stream can use the same
+words without a reset.
 """
 
 from __future__ import annotations
