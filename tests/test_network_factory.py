@@ -28,6 +28,8 @@ def deep(classes, depth):
 
 def nothing(classes):
     return classes
+
+made = nn.Linear(WIDTH, 2)
 """
 
 
@@ -66,6 +68,8 @@ def test_files_of_one_name_in_different_folders(folder, tmp_path):
         ("mynet:missing", "cannot make a network from mynet:missing"),
         ("absent.py:build", "cannot make a network from absent.py:build: .*absent.py is not a file"),
         ("mynet:nothing", "mynet:nothing returned int, not a torch.nn.Module"),
+        ("mynet:made", "made is of type Linear; give a function that returns a network"),
+        ("mynet:WIDTH", "WIDTH is of type int; give a function that returns a network"),
         (
             "mynet:wide",
             "without arguments: missing a required argument: 'width'; if that is the number of classes, rename it to"

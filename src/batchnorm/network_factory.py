@@ -86,6 +86,11 @@ def _call(name: str, source: str, function: str, classes: int | None) -> Any:
     found = getattr(module, function, None)
     if found is None:
         raise ValueError(f"cannot make a network from {name}: {source} has no function {function}")
+    if isinstance(found, nn.Module) or not callable(found):
+        raise ValueError(
+            f"cannot make a network from {name}: {function} is of type {type(found).__name__}; give a function that"
+            " returns a network"
+        )
     given = _arguments(name, found, classes)
     try:
         return found(**given)

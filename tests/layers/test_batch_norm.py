@@ -394,6 +394,9 @@ def test_numbers_of_features():
             bn.BatchNorm1d(wrong)
     with pytest.raises(ValueError, match=r"the shape of an example$"):
         bn.layers.BatchNorm(-1)
+    for wrong in (3.0, (3, 1.5), None):
+        with pytest.raises(TypeError, match="must be an integer or a shape"):
+            bn.BatchNorm1d(wrong)
 
 
 @pytest.mark.parametrize("mask", [torch.ones(4, 5), torch.ones(4, 3, 5, dtype=torch.bool)])

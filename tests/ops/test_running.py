@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from batchnorm.layers import BatchNorm1d
 from batchnorm.ops import Moments, Running
 from batchnorm.ops import running as module
 
@@ -98,3 +99,8 @@ def test_averages_that_are_only_partly_on_meta_raise():
     assert running.num_batches == 0
     everything = (*running, *moments)
     module.update_([t.to("meta") for t in everything[:4]], Moments(*(t.to("meta") for t in everything[4:])), 0.1)
+    layer = BatchNorm1d(3)
+    layer.num_batches_tracked = torch.tensor(0, device="meta")
+    with pytest.raises(RuntimeError, match="averages and the counters must all be on the meta device"):
+        layer(torch.randn(6, 3))
+    assert (layer.running_mean == 0).all()

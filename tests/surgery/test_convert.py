@@ -191,6 +191,13 @@ def test_synchronized_layers():
     assert repr(bn.revert(converted)) == repr(net)
 
 
+def test_a_synchronized_layer_of_too_many_dimensions_is_refused():
+    net = nn.Sequential(nn.SyncBatchNorm(3), nn.ReLU()).eval()
+    site = bn.convert(net, torch.randn(2, 3, 2, 2, 2, 2)).report["0"]
+    assert site.action == "refused"
+    assert site.reason == "its input has 6 dimensions, but BatchNorm3d takes at most 5"
+
+
 def test_lazy_layers_become_what_they_are():
     net = nn.Sequential(nn.LazyConv2d(4, 3), nn.LazyBatchNorm2d(), nn.ReLU())
     net(torch.randn(2, 3, 5, 5))

@@ -934,8 +934,25 @@ def test_questions_about_types_are_answered(name):
     assert fused(converted_and_checked(Block(ANSWERED[name]))) == {"bn1": "relu"}
 
 
+def test_code_that_is_called_with_nan_is_not_rewritten():
+    class Inner(Block):
+        def forward(self, x, floor=0.0):
+            return super().forward(x)
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Inner(lambda n, x: n.relu(n.bn1(n.conv1(x))))
+
+        def forward(self, x):
+            return self.inner(x, float("nan"))
+
+    converted = bn.convert(Outer().double(), image())
+    assert "it is called with NaN" in converted.report["inner.bn1"].reason
+
+
 def checks(n, x):
-    assert x.size(1) == 4, f"4 channels, not {x.size(1)}"
+    assert x.size(dim=1) == 4, f"4 channels, not {x.size(1)}"
     if not x.is_floating_point() or x.dtype == torch.long:
         x = x.double()
     return n.relu(n.bn1(n.conv1(x)))

@@ -122,6 +122,16 @@ def test_outputs_under_autocast():
         verify(rounded)
 
 
+def test_an_output_of_numbers():
+    class Summed(Net):
+        def forward(self, x):
+            return float(super().forward(x).detach().sum())
+
+    assert verify(lambda x: x + 0, Summed()) == 0
+    with pytest.raises(ValueError, match="computes different results"):
+        verify(lambda x: x * 1.001, Summed())
+
+
 @pytest.mark.parametrize(("least", "rows"), [(0, 3), (4, 8)])
 def test_gradients_are_compared_where_the_rewritten_code_runs(least, rows, monkeypatch):
     class Asking(nn.Module):

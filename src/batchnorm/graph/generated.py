@@ -265,7 +265,7 @@ def pattern_of(value: Any, seen: dict[int, Tensor]) -> Any:
         seen: the stand-in of each tensor found so far, by the tensor's ``id``; new stand-ins are added.
 
     Raises:
-        Unwatchable: for a nested tensor, a container with more than LARGEST entries, or an unsupported type.
+        Unwatchable: for NaN, a nested tensor, a container with more than LARGEST entries, or an unsupported type.
 
     >>> kind, x, rest = pattern_of([torch.zeros(2, 3), None], {})
     >>> kind, x.shape, rest
@@ -281,6 +281,7 @@ def pattern_of(value: Any, seen: dict[int, Tensor]) -> Any:
     if type(value) is dict and len(value) <= LARGEST and all(type(key) in (str, int) for key in value):
         return (dict, *((key, pattern_of(v, seen)) for key, v in value.items()))
     if value is None or isinstance(value, bool | int | float | str | Enum | torch.dtype | torch.device):
+        freeze(value)  # raises an error for NaN
         return ("value", value)
     raise Unwatchable(f"a {type(value).__name__}")
 
@@ -293,7 +294,7 @@ def freeze(value: Any) -> Any:
     """
     if value is None or isinstance(value, bool | int | float | complex | str | bytes | Enum):
         if value != value:
-            raise Unwatchable("nan")
+            raise Unwatchable("NaN")
         return type(value), value
     if isinstance(value, torch.dtype | torch.device | torch.memory_format | torch.layout):
         return value

@@ -78,8 +78,9 @@ def follow(node: Any, given: Given) -> tuple[str, Any]:
     if node.name in given:
         return given[node.name]
     function, args = node.target, node.args
-    if node.kwargs:
+    if node.kwargs and not (function == "size" and list(node.kwargs) == ["dim"] and len(args) == 1):
         raise Unanswerable
+    args = (*args, *node.kwargs.values())
     if function is getattr:
         return _ask_attribute(*follow(args[0], given), args[1])
     if node.op == "call_method" and (function in METHODS or function in VIEWS):

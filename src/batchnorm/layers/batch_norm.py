@@ -71,12 +71,11 @@ class BatchNorm(TorchBatchNorm):
         self._keep_statistics_wide()
 
     def _checked_features(self, features: Any) -> int | tuple[int, ...]:
+        whole = not hasattr(features, "__index__")
         try:
-            numbers = [operator.index(features)]
-            whole = False
+            numbers = [operator.index(n) for n in (features if whole else [features])]
         except TypeError:
-            numbers = [operator.index(n) for n in features]
-            whole = True
+            raise TypeError(f"num_features={features!r}: must be an integer or a shape") from None
         dims = [d - 1 for d in getattr(self, "_input_dims", ())]
         if (whole and dims and len(numbers) not in (1, *dims)) or min(numbers, default=0) < 0:
             count = f" ({' or '.join(map(str, dims))} numbers)" if dims else ""

@@ -62,7 +62,7 @@ def update_(running: Kept, moments: Moments, momentum: float | None, *, plain: b
 
     Paper: Sec. 3.1, moving averages
     """
-    if plain:
+    if plain and not any(t.is_meta for t in running):
         # Do not call the operator update_running_: with few features, its overhead takes longer than the update.
         _update_cpu(*running, *moments, momentum)
         return

@@ -220,7 +220,11 @@ def _convertible(net: nn.Module, graph: Graph) -> tuple[dict[TorchBatchNorm, typ
         elif is_norm_act(kind):
             layers[module] = joined(kind)
         elif kind is nn.SyncBatchNorm and calls:
-            layers[module] = BY_DIMENSIONS[len(calls[0].inputs[0].shape)]
+            dims = len(calls[0].inputs[0].shape)
+            if dims in BY_DIMENSIONS:
+                layers[module] = BY_DIMENSIONS[dims]
+            else:
+                refused[module] = f"its input has {dims} dimensions, but BatchNorm3d takes at most 5"
         elif kind is nn.SyncBatchNorm:
             refused[module] = (
                 "not called on the example in evaluation mode, so it is unknown whether it is 1d, 2d or 3d"

@@ -117,7 +117,9 @@ def normalize(call: Call, mean: Tensor, var: Tensor) -> Tensor:
     dtype = statistics_dtype(x)
     mean, var = mean.to(dtype), var.to(dtype)
     wanted = mean.requires_grad or var.requires_grad  # torch's kernel cannot compute these gradients
-    if wanted or not bool((mean.square() <= torch_kernels.CONDITION**2 * (var + eps)).all()):
+    # In half precision, torch's kernel rounds BN(x) before the residual is added, so the sum may get the wrong sign.
+    rounds = residual is not None and x.dtype.itemsize == 2
+    if wanted or rounds or not bool((mean.square() <= torch_kernels.CONDITION**2 * (var + eps)).all()):
         return composite.normalize(call, mean, var)
     gamma, beta = (None if v is None else v.to(dtype) for v in (gamma, beta))
     y = F.batch_norm(flatten(x, x), mean, var, gamma, beta, training=False, eps=eps)
