@@ -1,6 +1,8 @@
 """Test parallel jobs: how each ends, what is shown while they run, and how they are stopped."""
 
+import errno
 import json
+import os
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from batchnorm.errors import JobsFailedError
-from batchnorm.jobs import Stopped, run_side_by_side, stop_signal
+from batchnorm.jobs import Stopped, _own, run_side_by_side, stop_signal
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,30 @@ def test_how_jobs_end(tmp_path, capfd):
     assert "good: started, 2 steps\n" in shown
     assert "good: finished at step 2 of 2, validation 25.00%\n" in shown
     assert "stopped: stopped at step 2 of 2" in shown
+    assert "wrong: failed at step 2 of 2" in shown
+
+
+def refuse_locks(monkeypatch, code):
+    def fail(file):
+        raise OSError(code, "why")
+
+    monkeypatch.setattr("batchnorm.jobs.lock_file", fail)
+
+
+def test_a_folder_that_another_process_has_locked_is_left_alone(tmp_path, monkeypatch, capsys):
+    refuse_locks(monkeypatch, errno.EAGAIN)
+    with pytest.raises(SystemExit) as stop, _own(tmp_path):
+        pytest.fail("the job was run")
+    assert stop.value.code == 1
+    assert capsys.readouterr().err == f"another process is using {tmp_path}: wait for it to end\n"
+
+
+def test_jobs_run_on_a_file_system_without_locks(tmp_path, monkeypatch, capsys):
+    refuse_locks(monkeypatch, errno.ENOLCK)
+    with _own(tmp_path) as log:
+        os.write(log, b"begins")
+    assert (tmp_path / "log.txt").read_text() == "begins"
+    assert capsys.readouterr().err == f"cannot lock {tmp_path} (why): make sure that no other process uses it\n"
 
 
 def test_without_time_nothing_starts(tmp_path):

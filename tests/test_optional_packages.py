@@ -29,6 +29,23 @@ def test_everything_missing_is_named_at_once(monkeypatch):
         check_installed("PIL", "matplotlib", "safetensors")
 
 
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("raise ImportError('libbroken.so: file too short')", "libbroken.so: file too short"),
+        ("import broken._part", "No module named 'broken._part'"),
+        ("import absent_dependency", "No module named 'absent_dependency'"),
+    ],
+)
+def test_a_package_that_is_installed_but_broken_is_not_called_missing(tmp_path, monkeypatch, line, why):
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "__init__.py").write_text(line)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(MissingExtraError) as error:
+        require("broken", "report")
+    assert str(error.value) == f"broken is installed but cannot be imported ({why}): repair the installation"
+
+
 def test_the_package_that_is_missing_is_named_and_not_its_user(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     for name in [name for name in sys.modules if name.startswith(("torch.utils.tensorboard", "tensorboard."))]:

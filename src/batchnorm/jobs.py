@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -118,7 +119,7 @@ def run_side_by_side(waiting: Sequence[Job], *, jobs: int, minutes: float | None
                 unfinished = unfinished or not finished
                 if not finished and process.exit_status != STOPPED and not stopping:
                     failed[one.job.name] = _end_of_log(one.job, process.exit_status)
-                one.end("finished" if finished else "stopped")
+                one.end("finished" if finished else "failed" if one.job.name in failed else "stopped")
             for one in running.values():
                 one.show()
             time.sleep(POLL)
@@ -189,15 +190,17 @@ def _do(job: Job) -> None:
 def _own(folder: Path) -> Iterator[int]:
     """Open and lock the job's log, so that no other process runs a job in this folder.
 
-    If the log cannot be locked, exit with the status FAILED.
+    If another process has locked the log, exit with the status FAILED.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "log.txt").open("a") as log:
         try:
             lock_file(log)
-        except OSError:
-            print(f"cannot lock {folder}: if another process is using it, wait for it to end", file=sys.stderr)
-            sys.exit(FAILED)
+        except OSError as error:
+            if is_locked(error):
+                print(f"another process is using {folder}: wait for it to end", file=sys.stderr)
+                sys.exit(FAILED)
+            print(f"cannot lock {folder} ({error.strerror}): make sure that no other process uses it", file=sys.stderr)
         yield log.fileno()
 
 
@@ -207,17 +210,25 @@ def _end_of_log(job: Job, code: int | None) -> str:
     return f"exit status {code}; {log} ends with:\n{end}"
 
 
+def is_locked(error: OSError) -> bool:
+    """Return whether an error of :func:`lock_file` says that another process has locked the file.
+
+    Other errors say that the file cannot be locked, for example because the file system does not support locks.
+    """
+    return error.errno in (errno.EACCES, errno.EAGAIN, errno.EDEADLK)
+
+
 if sys.platform == "win32":
     import msvcrt
 
     def lock_file(file: IO[Any]) -> None:
-        """Lock an open file, or raise OSError if another process has locked it."""
+        """Lock an open file, or raise OSError; see :func:`is_locked`."""
         msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
 
 else:
     import fcntl
 
     def lock_file(file: IO[Any]) -> None:
-        """Lock an open file, or raise OSError if another process has locked it."""
+        """Lock an open file, or raise OSError; see :func:`is_locked`."""
         # Do not use flock: forked workers would share the lock and hold it for seconds after this process is killed.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -16,11 +16,11 @@ PACKAGES = {"PIL": "pillow"}  # packages whose names differ from their modules' 
 
 
 class MissingExtraError(ImportError):
-    """Raised if an optional package is needed but not installed."""
+    """Raised if an optional package is needed but not installed, or cannot be imported."""
 
 
 def require(module: str, extra: str) -> ModuleType:
-    """Import ``module``, or raise an error that says how to install it.
+    """Import ``module``, or raise an error that says how to install it, or why an installed package fails to import.
 
     >>> require("math", "train").pi > 3
     True
@@ -33,7 +33,12 @@ def require(module: str, extra: str) -> ModuleType:
         return import_module(module)
     except ImportError as error:
         # Name the missing package, which may differ from `module`: torch.utils.tensorboard needs tensorboard.
-        raise MissingExtraError(_sentence([(error.name or module).partition(".")[0]], [extra])) from error
+        package = (error.name or module).partition(".")[0]
+        if package in (module.partition(".")[0], *EXTRAS[extra]) and find_spec(package) is None:
+            raise MissingExtraError(_sentence([package], [extra])) from error
+        raise MissingExtraError(
+            f"{module} is installed but cannot be imported ({error}): repair the installation"
+        ) from error
 
 
 def check_installed(*modules: str) -> None:

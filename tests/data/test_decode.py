@@ -1,6 +1,7 @@
 """Compare decoding with plain Pillow: crops, all kinds of images, and the error messages for broken files."""
 
 import io
+import sys
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from PIL import Image
 
 from batchnorm.data.crop_boxes import Box
 from batchnorm.data.decode import CorruptImageError, _load, decode_crop
+from batchnorm.optional_packages import MissingExtraError
 
 SIZE = 32
 
@@ -102,6 +104,14 @@ BROKEN = {
 def test_broken_files_are_told_from_errors_of_our_own(what):
     with pytest.raises(CorruptImageError, match=r"\w+: \w+"):
         crop(BROKEN[what])
+
+
+def test_without_pillow_no_image_is_called_corrupt(monkeypatch):
+    data = encoded(smooth(50, 50))
+    monkeypatch.delitem(sys.modules, "PIL.Image")
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(MissingExtraError, match=r"^pillow is not installed"):
+        crop(data)
 
 
 def test_an_image_of_gigantic_dimensions_is_not_decoded():

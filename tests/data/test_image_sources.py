@@ -1,17 +1,18 @@
+import os
 import shutil
 
 import numpy as np
 import pytest
 from pictures import gigantic, image_folder, sharded
 
-from batchnorm.data.image_sources import open_source, small_images_note, training_splits
+from batchnorm.data.image_sources import FolderSource, open_source, small_images_note, training_splits
 
 
 def test_an_image_of_gigantic_dimensions_is_passed_over(tmp_path):
     image_folder(tmp_path, [(20, 20)] * 3)
     (tmp_path / "train" / "ant" / "gigantic.png").write_bytes(gigantic())
     note = small_images_note(open_source(tmp_path, "train"), 32)
-    assert note == "in a sample, most images are smaller than 32 px and will be enlarged; consider --size 20"
+    assert "their median short side is 20 px" in note
 
 
 def names(path, split):
@@ -36,6 +37,16 @@ def test_where_the_data_lies_does_not_decide_what_is_held_out(tmp_path):
     data = image_folder(tmp_path / "data", [(8, 8)] * 12)
     moved = shutil.copytree(data, tmp_path / "elsewhere")
     assert names(moved, "train[:0.3]") == names(data, "train[:0.3]")
+
+
+def test_the_separator_of_paths_does_not_decide_what_is_held_out(tmp_path, monkeypatch):
+    data = image_folder(tmp_path / "data", [(8, 8)] * 33)
+    expected = open_source(data, "train[:0.3]").examples.tolist()
+    name = FolderSource.name
+    below = len(str(data))
+    monkeypatch.setattr(FolderSource, "name", lambda *at: str(data) + name(*at)[below:].replace("/", "\\"))
+    monkeypatch.setattr(os, "sep", "\\")
+    assert open_source(data, "train[:0.3]").examples.tolist() == expected
 
 
 def test_a_share_of_shards_is_held_out(tmp_path):

@@ -1,6 +1,7 @@
 """The crops' boxes against coordinates computed separately, on images whose pixels say where they are."""
 
 import io
+import sys
 
 import numpy as np
 import PIL.Image
@@ -14,6 +15,7 @@ from batchnorm.data import open_images
 from batchnorm.evaluate import Crops, open_squares
 from batchnorm.evaluate.predictions import cut_views
 from batchnorm.evaluate.square_crops import cut_squares, decode
+from batchnorm.optional_packages import MissingExtraError
 
 
 def coordinates(width, height):
@@ -166,6 +168,13 @@ def test_gray_and_palette_images_are_decoded():
         buffer = io.BytesIO()
         picture(8, 6).convert(mode).save(buffer, "JPEG" if mode == "CMYK" else "PNG")
         assert decode(buffer.getvalue()).shape == (6, 8, 3)
+
+
+def test_without_pillow_no_image_is_called_corrupt(monkeypatch):
+    monkeypatch.delitem(sys.modules, "PIL.Image")
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(MissingExtraError, match=r"^pillow is not installed"):
+        decode(b"")
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,14 @@
 """Test ``batchnorm diagnose`` on a run."""
 
+import shutil
+from dataclasses import replace
+
 import pytest
 from training import small, striped_folder, train_small
 
 from batchnorm.cli import main
+from batchnorm.train import diagnose_command
+from batchnorm.train.recipe import Recipe
 
 
 @pytest.fixture(scope="module")
@@ -21,6 +26,24 @@ def test_a_run(run, capsys):
     assert "in 69 batch normalization layers, on 2 batches" in out
     assert "not checked: whether running averages are stale (pass at least 5 batches)\n" in out
     assert "optimizer" not in out  # the command makes the run's optimizer
+
+
+@pytest.mark.parametrize(
+    ("held_out", "missing", "split"),
+    [(0.0, "val", "train"), (0.2, "nothing", "train"), (0.2, "val", "train[0.2:]")],
+    ids=["no validation set", "a validation set that the run did not have", "a held-out share"],
+)
+def test_the_images_are_those_that_the_run_trained_on(run, tmp_path, monkeypatch, held_out, missing, split):
+    folder, data = (shutil.copytree(path, tmp_path / path.name, ignore=shutil.ignore_patterns(missing)) for path in run)
+    recipe = replace(Recipe.read(folder / "recipe.json"), validate=held_out)
+    (folder / "recipe.json").write_text(recipe.to_json())
+    opened = []
+    real = diagnose_command.open_images
+    monkeypatch.setattr(
+        diagnose_command, "open_images", lambda path, name, **given: opened.append(name) or real(path, name, **given)
+    )
+    assert main(["diagnose", str(folder), "--data", str(data), "--batches", "1", "--workers", "0"]) == 0
+    assert opened == [split]
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,19 @@
-"""Test resuming from a checkpoint of another type of device."""
+"""Test which commands may resume a run, and resuming from a checkpoint of another type of device."""
 
 import pytest
 import torch
 from torch import nn
 
 from batchnorm.train.distributed import Ranks
-from batchnorm.train.resume import RunState, resume_, save_state
+from batchnorm.train.recipe import Recipe
+from batchnorm.train.resume import RunState, claim_folder, resume_, save_state
+
+
+def test_fewer_images_are_not_blamed_on_the_number_of_epochs(tmp_path):
+    claim_folder(tmp_path, Recipe(), {"train": 64}, planned_steps=8)
+    (tmp_path / "checkpoints" / "step-000000008").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"use different data \(train 64 and 32\)"):
+        claim_folder(tmp_path, Recipe(), {"train": 32}, planned_steps=4)
 
 
 @pytest.mark.parametrize("begun_on", ["cpu", "gpu"])

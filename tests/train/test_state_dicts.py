@@ -12,7 +12,7 @@ from training import OPTIONS, assert_same_outcome, small, train_small
 import batchnorm as bn
 from batchnorm.cli import main
 from batchnorm.train.checkpoint import load_latest
-from batchnorm.train.state_dicts import start_from_
+from batchnorm.train.state_dicts import read_state_dict, start_from_
 
 SOURCE = """
 from torch import nn
@@ -82,6 +82,12 @@ def test_a_state_dict_of_a_file(source, tmp_path, ending):
     net = network(source, seed=2)
     assert start_from_(net, str(path), 3) == f"starting from {path}: 9 of 9 tensors loaded"
     torch.testing.assert_close({f"module.{k}": v for k, v in net.state_dict().items()}, state, rtol=0, atol=0)
+
+
+def test_an_empty_file_is_no_state_dict(tmp_path):
+    (tmp_path / "empty.pt").touch()
+    with pytest.raises(ValueError, match=r"empty\.pt cannot be read as a state dict: EOFError$"):
+        read_state_dict(tmp_path / "empty.pt")
 
 
 def test_the_statistics_of_a_frozen_source_move_again(source, tmp_path):

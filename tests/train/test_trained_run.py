@@ -107,6 +107,12 @@ def test_damaged_images_are_named(run, files, tmp_path):
         run.predict("missing.png")
 
 
+def test_images_are_counted_over_all_batches(run):
+    images = [torch.zeros(3, 8, 8, dtype=torch.uint8)] * 3
+    with pytest.raises(ValueError, match="image 3 is of type int"):
+        run.predict([*images, 0], batch_size=2)
+
+
 @pytest.fixture
 def refused(refusal, tmp_path, files):
     """Return load's error message for a bad folder, and check that the commands print the same message."""

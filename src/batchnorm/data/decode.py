@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..optional_packages import require
+from ..optional_packages import MissingExtraError, require
 from .crop_boxes import Box
 
 if TYPE_CHECKING:
@@ -46,6 +46,8 @@ def decode_crop(data: bytes, choose: Choose, out: Tensor) -> tuple[int, int]:
     size = out.shape[0]
     try:
         image, box, original = _load(data, choose, size)
+    except MissingExtraError:
+        raise
     # Pillow raises OSError, SyntaxError, ValueError, struct.error and others for a broken file.
     except Exception as error:
         # Some of Pillow's messages end with <_io.BytesIO object at 0x...>, which does not help a user.

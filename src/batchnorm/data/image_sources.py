@@ -104,7 +104,7 @@ class PartSource:
         decides which images are held out, so the choice is the same for every seed and on every machine.
         """
         whole = open_source(root, split)
-        names = [whole.name(k).removeprefix(str(root)) for k in range(len(whole.labels))]
+        names = [whole.name(k).removeprefix(str(root)).replace(os.sep, "/") for k in range(len(whole.labels))]
         ranked = np.array(sorted(range(len(names)), key=lambda k: hashlib.sha256(os.fsencode(names[k])).digest()))
         chosen = np.zeros(len(names), dtype=bool)
         for label, name in enumerate(whole.classes):
@@ -237,7 +237,10 @@ def small_images_note(source: ImageSource, size: int) -> str | None:
     usual = int(median(sides)) if sides else size
     if usual >= size:
         return None
-    return f"in a sample, most images are smaller than {size} px and will be enlarged; consider --size {usual}"
+    return (
+        f"in a sample, most images are smaller than --size {size} and will be enlarged; their median short side is"
+        f" {usual} px"
+    )
 
 
 def check_same_data(data: dict[str, dict[str, Any]]) -> None:

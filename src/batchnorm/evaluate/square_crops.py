@@ -168,8 +168,9 @@ def decode(data: bytes) -> Tensor:
     Raises:
         CorruptImageError: if the image cannot be decoded; the message gives the decoder's reason.
     """
+    pillow = require("PIL.Image", "train")
     try:
-        return torch.from_numpy(np.array(to_rgb(require("PIL.Image", "train").open(io.BytesIO(data)))))
+        return torch.from_numpy(np.array(to_rgb(pillow.open(io.BytesIO(data)))))
     except Exception as error:  # Pillow raises many kinds of errors for a broken file
         raise CorruptImageError(f"{type(error).__name__}: {error}") from error
 

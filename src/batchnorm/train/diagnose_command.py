@@ -7,7 +7,7 @@ from typing import Annotated
 
 from ..arguments import Positional, arg
 from ..data import Augment, open_images
-from ..data.image_sources import training_splits
+from ..data.image_sources import has_split
 from ..data.loader import WORKERS
 from ..diagnosis import diagnose as find_problems
 from ..errors import at_least
@@ -49,9 +49,10 @@ def diagnose(
     where = find_device(device)
     saved = open_run(run.expanduser(), trust=trust)
     recipe = saved.recipe
+    held_out = recipe.validate and not has_split(data, "val")
     images = open_images(
         data,
-        training_splits(data, recipe.validate)[0],
+        f"train[{recipe.validate}:]" if held_out else "train",
         size=recipe.size,
         batch_size=recipe.batch_size,
         train=True,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import sys
 import warnings
@@ -12,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from ..jobs import lock_file
+from ..jobs import is_locked, lock_file
 
 LOCK_FILE = "train.lock"
 
@@ -65,7 +64,7 @@ def _open(path: Path, folder: Path) -> IO[bytes]:
             if _is_at(file, path):
                 return file
         except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EAGAIN, errno.EDEADLK):
+            if not is_locked(error):
                 warnings.warn(
                     f"cannot lock {folder} ({error.strerror}): make sure that no other process uses the same --out",
                     stacklevel=4,

@@ -45,16 +45,17 @@ def claim_folder(
             raise ValueError(
                 f"{out} belongs to another run: {'; '.join(other)}; choose another --out, or remove the folder"
             )
+    # A change of the data changes the number of steps, so check the data first.
+    known = out / "data.json"
+    if data is not None and known.exists():
+        check_same_data({f"the run in {out}": read_json(known), "this command": data})
     taken = checkpoint.newest_step(out / "checkpoints")
     if planned_steps is not None and taken > planned_steps:
         raise ValueError(
             f"the run in {out} has already trained for {taken:,} steps, but --epochs {recipe.epochs:g} gives only"
             f" {planned_steps:,} steps: increase --epochs, or choose another --out"
         )
-    known = out / "data.json"
-    if data is not None and known.exists():
-        check_same_data({f"the run in {out}": read_json(known), "this command": data})
-    elif data is not None:
+    if data is not None and not known.exists():
         write_atomically(known, json.dumps(data).encode())
     write_atomically(path, recipe.to_json().encode())
 

@@ -34,7 +34,8 @@ def read_state_dict(path: Path) -> dict[str, Any]:
             f"{path} holds objects other than tensors, or was not written by torch.save: save net.state_dict() instead"
         ) from error
     except Exception as error:
-        raise ValueError(f"{path} cannot be read as a state dict: {str(error).splitlines()[0]}") from error
+        why = str(error).strip().partition("\n")[0] or type(error).__name__
+        raise ValueError(f"{path} cannot be read as a state dict: {why}") from error
     if not isinstance(state, Mapping):
         raise ValueError(f"{path} holds a {type(state).__name__}, not a state dict: save net.state_dict()")
     return dict(state)

@@ -61,16 +61,19 @@ class Preprocessing:
             OSError: if a file cannot be read.
             ValueError: if an image cannot be decoded or has an unsupported type; the message names the image.
         """
-        given = _as_list(images)
-        out = torch.empty(len(given), self.size, self.size, 3, dtype=torch.uint8)
-        for position, (image, crop) in enumerate(zip(given, out, strict=True)):
-            self._crop(image, position, crop)
-        return out.movedim(-1, 1)
+        return self._crops(_as_list(images))
 
     def __call__(self, images: AnImage | Sequence[AnImage]) -> Tensor:
         """Return the images as a normalized float32 batch; see :meth:`crops`."""
         normalized: Tensor = Normalize(self.mean, self.std)(self.crops(images))
         return normalized
+
+    def _crops(self, images: list[AnImage], first: int = 0) -> Tensor:
+        """Return the images' center squares; error messages count the images from ``first``."""
+        out = torch.empty(len(images), self.size, self.size, 3, dtype=torch.uint8)
+        for position, (image, crop) in enumerate(zip(images, out, strict=True), first):
+            self._crop(image, position, crop)
+        return out.movedim(-1, 1)
 
     def _crop(self, image: AnImage, position: int, out: Tensor) -> None:
         choose = partial(center_box, size=self.size)
@@ -150,7 +153,7 @@ class TrainedRun:
         parts = [torch.empty(0, len(self.classes))]
         with evaluating(self.network):
             for start in progress(range(0, len(given), batch_size), f"batches of {batch_size} images"):
-                crops = self.preprocessing.crops(given[start : start + batch_size])
+                crops = self.preprocessing._crops(given[start : start + batch_size], start)
                 parts.append(mean.probabilities(crops.to(device)).cpu())
         probabilities = torch.cat(parts)
         return Prediction(probabilities, tuple(self.classes[k] for k in probabilities.argmax(1).tolist()))
