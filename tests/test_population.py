@@ -382,7 +382,8 @@ def test_the_gap_and_the_standard_error():
         abs(3 - net[0].running_mean.item()) / net[0].running_var.item() ** 0.5, rel=1e-4
     )
     assert layer.var_gap == pytest.approx(abs(2 - net[0].running_var.item()) / net[0].running_var.item(), rel=1e-4)
-    # The standard error is that of the mean. Compare it with the scatter of the means of 25 batches each.
+    # mean_error is the standard error of the mean of 25 batches, in units of the standard deviation, which is 2.
+    # Compare it with the scatter of the means of 16 blocks of 25 batches.
     scatter = torch.stack([block.mean() for block in population.split(25)]).std() / 2
     assert layer.mean_error == pytest.approx(scatter.item(), rel=0.5)
     assert report.more_batches(tolerance=0.001) > report.more_batches(tolerance=0.01) >= 0

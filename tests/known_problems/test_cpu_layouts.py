@@ -1,4 +1,4 @@
-"""Slow and inaccurate channels_last code on the CPU; tensors over 2^31 elements (pytorch 51776, 19911).
+"""torch's CPU kernels are inaccurate in channels_last; this library's layers are accurate (pytorch 51776, 19911).
 
 Speed is measured by ``batchnorm bench cpu`` (results/cpu.json), not asserted here.
 """

@@ -1,4 +1,7 @@
-"""Test the conversion of timm's BatchNormAct2d to a class derived from it and BatchNorm2d; drop and act still work."""
+"""Test the conversion of timm's BatchNormAct2d to a class that derives from both it and bn.BatchNorm2d.
+
+The modules ``drop`` and ``act`` of the layer must still run.
+"""
 
 import copy
 import pickle

@@ -67,7 +67,7 @@ def test_recomputes_the_output_that_a_gate_scales(activation):
     got, count = kept(torch.compile(call, fullgraph=True), *given)
     for a, b in zip(got, expected, strict=True):
         assert_near(a, b, torch.float32)
-    assert count == 3  # the block's input, x, and y * gate; y itself would be a fourth
+    assert count == 3  # the block's input, the normalization's input x, and y * gate; y itself would be the fourth
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -1228,7 +1228,7 @@ def test_a_module_that_fails_the_check_leaves_the_others_fused():
                 scale["now"] = self.value
             return x
 
-    def unseen(n, x):  # a trace cannot see scale["now"]
+    def unseen(n, x):  # a trace keeps the present value of scale["now"] as a constant
         return torch.relu(n.bn1(x)) * scale["now"]
 
     blocks = [ConvNorm(F.relu), Sets(3.0), Block(unseen), Sets(1.0), ConvNorm(F.relu), ConvNorm(F.relu)]

@@ -367,7 +367,7 @@ def networks(
         JobsFailedError: if a row failed; the other rows are written.
     """
     end = time.monotonic() + 60 * minutes
-    # The rows of result files have a slash in these names.
+    # In result files, the names of torchvision's and timm's networks have a slash instead of the colon.
     networks = tuple(name.replace(":", "/") if is_of_library(name) else name for name in networks)
     device = find_device(device).type
     modes = modes or (("eager", "graph", *COMPILED_TOGETHER) if device == "cuda" else ("eager",))

@@ -317,7 +317,8 @@ class BatchNorm(TorchBatchNorm):
     def _reset_skipped(self) -> None:
         """Set the count of skipped batches to 0 on the device of the running averages.
 
-        Loading a state dict does not set this count, which may be on ``meta`` or, after ``to_empty()``, uninitialized.
+        A state dict does not contain this count. So after one is loaded, the count may still be on ``meta`` or, after
+        ``to_empty()``, uninitialized.
         """
         mean, skipped = self._buffers.get("running_mean"), self._buffers.get("num_batches_skipped")
         if skipped is None:

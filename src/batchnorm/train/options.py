@@ -13,7 +13,7 @@ from .recipe import Recipe
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a run that are not in its recipe: data, folder, device and how often to report.
+    """The options of a run that are not in its recipe, such as the data, the device and how often to report.
 
     Beyond the paper: options of a run.
     """

@@ -49,7 +49,9 @@ def own_network(factory: str, change: Change, *, classes: int, size: int, seed: 
         net = without_batch_norm(net)
     if change == "insert" and _count(net) == before:
         why = "has no layer left to normalize" if before else "has no layer to normalize"
-        raise ValueError(f"{factory} {why}, so normalize=insert does nothing: remove that option if you gave it")
+        raise ValueError(
+            f"{factory} {why}, so normalize=insert does nothing: train it as it is, with batchnorm train --normalize as-is"
+        )
     if change in ("convert", "remove") and not before:
         raise ValueError(
             f"{factory} has no batch normalization, so normalize={change} does nothing: remove that option"

@@ -247,7 +247,8 @@ class _Convolution(torch.autograd.Function):
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Apply a linear layer.
 
-    In a :class:`WeightGradients` block, its parameters' gradients are computed on a separate stream if possible.
+    In a :class:`WeightGradients` block, the gradients of the weight and the bias are computed on a separate stream if
+    possible.
     """
     gradients = _local.gradients
     if gradients is None or bias is None or x.dim() != 2 or x.dtype != weight.dtype or not x.requires_grad:
