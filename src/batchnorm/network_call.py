@@ -52,7 +52,9 @@ def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def check_batches(batches: Iterable[Any]) -> None:
-    """Raise ValueError if ``batches`` is one tensor; iterating over it would give single examples."""
+    """Raise an error if ``batches`` is not iterable, or is one tensor, which would be iterated over by example."""
+    if not isinstance(batches, Iterable):
+        raise TypeError(f"batches must be an iterable of batches, not {type(batches).__name__}")
     if isinstance(batches, Tensor):
         raise ValueError(
             f"batches must be an iterable of batches, not a tensor (got one of shape {tuple(batches.shape)}): pass [x]"

@@ -91,7 +91,7 @@ def estimate_(
 
     Args:
         net: any network with batch normalization layers of this library or of ``torch.nn``.
-        batches: training mini-batches; they are moved to the network's device. A batch is a tensor, a tuple or list
+        batches: training mini-batches; they are copied to the network's device. A batch is a tensor, a tuple or list
             whose first item is the input, or a dict of keyword arguments.
         rule: "paper" or "pooled".
         upstream: the statistics that the batch normalization layers before an estimated layer normalize by. "batch":
@@ -126,7 +126,7 @@ def estimate_(
     if upstream not in ("batch", "population"):
         raise ValueError(f"upstream={upstream!r} is unknown: choose 'batch' or 'population'")
     network_call.check_batches(batches)
-    layers, left_alone = layers_to_estimate(net)
+    layers, left_alone = _layers_to_estimate(net)
     functional = _FunctionalCalls(net)
     found: dict[TorchBatchNorm, AveragedMoments] = {}
     with torch.no_grad(), network_call.eagerly(), restored(net):
@@ -154,7 +154,7 @@ def estimate_(
             " not empty, that masks are not all False, and that the network calls its layers as layer(x), not as"
             " layer.forward(x)"
         )
-    compared = tuple(_compare(path, m, found[m], rule) for m, path in layers.items() if m in found)
+    compared = tuple(compare(path, m, found[m], rule) for m, path in layers.items() if m in found)
     unreached = [path for m, path in layers.items() if m not in found]
     left_alone += [
         Site(path, "left alone", "not called on these batches, or only on empty or fully masked inputs")
@@ -165,7 +165,7 @@ def estimate_(
     return Population(compared, tuple(left_alone))
 
 
-def layers_to_estimate(net: nn.Module) -> tuple[Layers, list[Site]]:
+def _layers_to_estimate(net: nn.Module) -> tuple[Layers, list[Site]]:
     chosen, left = {}, []
     for path, m in net.named_modules():
         if not isinstance(m, TorchBatchNorm):
@@ -249,7 +249,7 @@ def _run(
             shown = _equal_on_all_ranks(shown)
         for number, batch in enumerate(shown):
             with functional if number == 0 or functional.observers else nullcontext():
-                network_call.call(net, network_call.to_device(batch, device), forward)
+                network_call.call(net, network_call.to_device(batch, device, copy=True), forward)
 
 
 def _is_synchronized(module: nn.Module) -> bool:
@@ -446,7 +446,7 @@ def _running_module() -> nn.Module | None:
     return None
 
 
-def _compare(path: str, layer: TorchBatchNorm, averages: AveragedMoments, rule: Rule) -> LayerStatistics:
+def compare(path: str, layer: TorchBatchNorm, averages: AveragedMoments, rule: Rule) -> LayerStatistics:
     """Compare population statistics with the running averages that the layer holds."""
     mean, var = population_statistics(averages, rule)
     running_mean, running_var = layer.running_mean.cpu().double(), layer.running_var.cpu().double()  # type: ignore[union-attr]

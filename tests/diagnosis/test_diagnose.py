@@ -138,9 +138,9 @@ def test_a_nan_in_a_batch_is_found_at_the_first_layer():
     batches = data()
     batches[2][0, 0] = float("inf")
     found = rules(healthy(), batches)
+    assert found.keys() == {"not_finite"}
     assert found["not_finite"].path == "bn1"
     assert found["not_finite"].why == "1 of its inputs has an inf or NaN"
-    assert "a batch gave no usable statistics" in found["no_statistics"].why
 
 
 def test_values_behind_a_mask_may_be_nan():
@@ -163,9 +163,29 @@ def test_values_behind_a_mask_may_be_nan():
 
 
 def test_small_batches():
-    assert "small_batches" not in rules(healthy(), data(m=16))
+    assert "small_batches" not in rules(healthy(), [*data(m=16), *data(1, m=3)])  # a small last batch
     found = rules(healthy(), data(count=100, m=4))
     assert found["small_batches"].why == "its statistics are over 4 values per feature, so they are noisy"
+
+
+@pytest.mark.parametrize(("statistics", "m", "found"), [(bn.Renorm(), 8, False), (bn.Ghost(4), 64, True)])
+def test_where_statistics_come_from_counts(statistics, m, found):
+    net = nn.Sequential(bn.BatchNorm1d(6, statistics=statistics))
+    bn.estimate_(net, data(m=m))
+    assert ("small_batches" in rules(net.train(), data(m=m))) is found
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, bn.BatchNorm1d])
+def test_batches_of_one_value(kind):
+    net = nn.Sequential(kind(6))
+    bn.estimate_(net, data())
+    found = rules(net.train(), [*data(), *data(2, m=1)])
+    assert set(found) == {"single_value"}  # the other batches are still judged
+    assert found["single_value"].why.startswith("2 of 8 batches have only one value per feature")
+    assert not rules(bn.BatchNorm1d(6, on_single="running"), data(1, m=1)).keys() & {"single_value"}
+    net.eval()[0].eval()
+    bn.freeze_(frozen := bn.convert(net, data()[0]).train())
+    assert not rules(frozen, data(m=1))
 
 
 @pytest.mark.parametrize(("shifts", "found"), [((2, 2, 2, 2, 2), True), ((4, 0, 2, 3, 1), False)])
@@ -187,6 +207,8 @@ def test_a_layer_with_different_inputs():
     net = Shared(0.0)
     bn.estimate_(net, data())
     assert not rules(net.train())
+    net.shift = torch.randn(6) / 40  # sampling noise
+    assert not rules(net)
     net.shift = 4.0
     bn.estimate_(net, data())
     found = rules(net.train())
@@ -200,6 +222,11 @@ def test_half_precision():
     assert "half_precision" not in rules(bn.convert(healthy(), data()[0]).bfloat16(), batches)
 
 
+class Standardized(nn.Linear):
+    def forward(self, x):
+        return F.linear(x, F.batch_norm(self.weight, None, None, training=True), self.bias)
+
+
 def test_functional_batch_normalization():
     class Functional(nn.Module):
         def forward(self, x):
@@ -207,6 +234,24 @@ def test_functional_batch_normalization():
 
     net = nn.Sequential(nn.Linear(6, 6), Functional())
     assert rules(net)["functional"].path == "1"
+    assert not rules(nn.Sequential(Standardized(6, 6), bn.BatchNorm1d(6), nn.ReLU())).keys() & {"functional"}
+    with pytest.raises(ValueError, match="no batch normalization"):
+        bn.diagnose(Standardized(6, 6), data())
+
+
+def test_a_layer_whose_forward_is_called():
+    class Bypassing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn = nn.BatchNorm1d(6)
+
+        def forward(self, x):
+            return self.bn.forward(x)
+
+    found = rules(Bypassing())
+    assert set(found) == {"functional"}
+    assert found["functional"].path == "bn"
+    assert found["functional"].fix == "call it as layer(x)"
 
 
 @pytest.mark.parametrize(("p", "found"), [(0.5, True), (0.0, False)])
@@ -228,16 +273,61 @@ def test_a_bias_on_other_features_has_an_effect():
     assert "bias_without_effect" not in rules(net, batches)
 
 
+def test_a_bias_with_another_use_has_an_effect():
+    class Uses(Net):
+        def __init__(self, use):
+            super().__init__(bias=True)
+            self.use = use
+
+        def forward(self, x):
+            return super().forward(x) + self.use(self, x).mean()
+
+    uses = {
+        "another call": lambda net, x: net.fc1(x + 1),
+        "the bias itself": lambda net, x: net.fc1.bias,
+        "no other": lambda net, x: x,
+    }
+    found = {name: "bias_without_effect" in rules(Uses(use)) for name, use in uses.items()}
+    assert found == {"another call": False, "the bias itself": False, "no other": True}
+    net = healthy(bias=True)
+    net.fc2.bias = net.fc1.bias
+    assert "bias_without_effect" not in rules(net)
+
+
 def test_frozen_statistics_do_not_cancel_a_bias():
     net = bn.convert(healthy(bias=True), data()[0])
     bn.freeze_(net)
     assert not rules(net)
 
 
+def test_frozen_statistics_are_compared_too():
+    net = bn.convert(healthy(), data()[0])
+    stale_averages(net)
+    bn.freeze_(net)
+    assert rules(net)["stale_averages"].why.endswith("standard deviations, and it is frozen")
+
+
+def test_a_layer_that_train_leaves_in_evaluation_mode():
+    class Evaluating(Net):
+        def train(self, mode=True):
+            super().train(mode)
+            self.bn2.eval()
+            return self
+
+    net = Evaluating()
+    bn.estimate_(net.eval(), data())
+    net.bn2.requires_grad_(False)
+    assert not rules(net)
+    assert not rules(net.train())
+
+
 def test_weight_decay():
     net = healthy()
     found = bn.diagnose(net, data(), optimizer=torch.optim.SGD(net.parameters(), 0.1, weight_decay=1e-4))
     assert [(finding.rule, finding.path) for finding in found] == [("weight_decay", "bn1"), ("weight_decay", "bn2")]
+    net.bn1.requires_grad_(False)
+    found = bn.diagnose(net, data(), optimizer=torch.optim.SGD(net.parameters(), 0.1, weight_decay=1e-4))
+    assert [finding.path for finding in found.of("weight_decay")] == ["bn2"]  # torch skips parameters without gradient
 
 
 def test_an_optimizer_of_the_network_before_conversion():
@@ -265,6 +355,27 @@ def test_what_is_not_checked_is_listed():
     assert any("training mode" in what for what in bn.diagnose(net, data()).unchecked)
 
 
+class Doubled(nn.BatchNorm1d):
+    def forward(self, x, scale=2.0):
+        return super().forward(x * scale)
+
+
+def test_a_layer_with_its_own_forward():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bn = Doubled(6)
+
+        def forward(self, x):
+            return self.bn(x=x)
+
+    net = Net()
+    net.bn.running_mean += 9
+    found = bn.diagnose(net, data())
+    assert not found.findings
+    assert "the inputs of bn, because the class has its own forward" in found.unchecked
+
+
 def test_many_layers_are_summarized():
     net = nn.Sequential(*(nn.BatchNorm1d(6) for _ in range(5)))
     assert str(bn.diagnose(net, data())).split("\n")[1:6] == [
@@ -288,16 +399,49 @@ def test_the_network_does_not_change():
     assert torch.equal(torch.get_rng_state(), random)
 
 
-def test_batches_are_left_alone():
-    class InPlace(nn.Module):
-        def forward(self, x):
-            return x.mul_(2)
+class InPlace(nn.Module):
+    def forward(self, x):
+        return x.mul_(2)
 
-    for net in (nn.Sequential(InPlace(), bn.BatchNorm1d(6)), nn.Sequential(InPlace(), bn.BatchNorm1d(6)).eval()):
-        bn.freeze_(net)
-        batches = data()
+
+class Noise(nn.Module):
+    def forward(self, x):
+        return x + torch.randn_like(x)
+
+
+def test_batches_and_random_numbers_are_left_alone():
+    for change in (lambda net: net, lambda net: net.eval(), bn.freeze_):
+        net = nn.Sequential(InPlace(), Noise(), bn.BatchNorm1d(6))
+        change(net)
+        batches, random = data(), torch.get_rng_state()
         bn.diagnose(net, batches)
         torch.testing.assert_close(batches, data(), rtol=0, atol=0)
+        assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_random_batches_stay_random():
+    drawn = []
+    bn.diagnose(
+        nn.Sequential(Noise(), nn.BatchNorm1d(6)), (drawn.append(torch.randn(9, 6)) or drawn[-1] for _ in range(3))
+    )
+    assert not torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[1], drawn[2])
+
+
+def test_an_exception_on_a_later_batch():
+    class Fails(nn.Module):
+        def forward(self, x):
+            if x[0, 0] == 7:
+                raise ValueError("a batch that starts with 7")
+            return x
+
+    net, batches, random = nn.Sequential(Fails(), nn.BatchNorm1d(6)), data(), torch.get_rng_state()
+    batches[3][0, 0] = 7
+    before = copy.deepcopy(net.state_dict())
+    with pytest.raises(ValueError, match="a batch that starts with 7"):
+        bn.diagnose(net, batches)
+    torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), random)
 
 
 def test_errors():
@@ -307,11 +451,25 @@ def test_errors():
         bn.diagnose(healthy(), data()[0])
     with pytest.raises(ValueError, match="batches is empty"):
         bn.diagnose(healthy(), [])
+    with pytest.raises(TypeError, match="must be an iterable of batches, not NoneType"):
+        bn.diagnose(healthy(), None)
     with pytest.raises(TypeError, match="cannot be called as"):
         bn.diagnose(nn.Bilinear(6, 6, 2), data())
+    with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module, not the class BatchNorm1d"):
+        bn.diagnose(nn.BatchNorm1d, data())
+    with pytest.raises(TypeError, match=r"must be an optimizer of torch\.optim, not list"):
+        bn.diagnose(healthy(), data(), optimizer=[optimizer(healthy())])
+    with pytest.raises(TypeError, match="the network is scripted or traced"):
+        bn.diagnose(torch.jit.trace(healthy().eval(), data()[0]), data())
     net = healthy()
     with pytest.raises(SharedWithOriginalError):
         bn.diagnose(net, data(), forward=lambda _, batch: net(batch))
+
+
+def test_the_guide_shows_what_is_printed(capsys):
+    page = (Path(__file__).parents[2] / "docs" / "diagnose.md").read_text()
+    exec(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], {})
+    assert f"It prints:\n\n```\n{capsys.readouterr().out}```" in page
 
 
 def test_every_rule_is_documented():

@@ -11,7 +11,7 @@ from torch import nn
 from .. import network_call
 from .evidence import collect
 from .findings import Diagnosis
-from .rules import RULES, unchecked
+from .rules import RULES, functional_calls, unchecked
 
 
 def diagnose(
@@ -27,7 +27,8 @@ def diagnose(
     and a fix. Several findings are judgments, such as how small a batch is too small;
     :mod:`batchnorm.diagnosis.rules` has the limits.
 
-    In a distributed run, every rank must call ``diagnose``, on its own batches.
+    In a distributed run, each rank can diagnose the network on its own batches. If the network has synchronized
+    layers, all ranks must call ``diagnose``, with the same number of batches.
 
     Args:
         net: any network with batch normalization layers of this library or of ``torch.nn``.
@@ -38,22 +39,25 @@ def diagnose(
             type.
 
     Raises:
-        ValueError: if the network has no batch normalization layers, if ``batches`` is empty or a bare tensor, or if
-            the network cannot be copied.
-        TypeError: if the network cannot be called on the batches; pass ``forward=`` to say how to call it.
+        ValueError: if the network has no batch normalization, if ``batches`` is empty or a bare tensor, if the network
+            cannot be copied, or if a copy still uses a part of the original.
+        TypeError: if the network cannot be called on the batches; pass ``forward=`` to say how to call it. Also if the
+            network is scripted or wrapped (compiled or parallel).
 
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
     >>> found = diagnose(net, [torch.ones(64, 4) * 10 + torch.randn(64, 4) for _ in range(10)])
     >>> [finding.rule for finding in found]
     ['never_updated', 'bias_without_effect']
-    >>> found.findings[1].fix
-    'create the layer with bias=False'
+    >>> print(found.findings[1])
+    0: '1' subtracts the mean, and with it the bias of this layer
 
     Beyond the paper: common mistakes in networks with batch normalization.
     """
     network_call.check_batches(batches)
+    if optimizer is not None and not hasattr(optimizer, "param_groups"):
+        raise TypeError(f"optimizer must be an optimizer of torch.optim, not {type(optimizer).__name__}")
     evidence = collect(net, batches, optimizer, forward)
-    if not evidence.layers and not evidence.graph.functions("batch_norm"):
+    if not evidence.layers and not functional_calls(evidence.graph):
         raise ValueError("the network has no batch normalization: add it with bn.insert(net, example)")
     findings = tuple(finding for rule in RULES for finding in rule(evidence))
     return Diagnosis(findings, len(evidence.layers), evidence.batches, tuple(unchecked(evidence)))

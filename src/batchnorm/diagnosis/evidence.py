@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
-from .. import network_call
+from .. import collectives, network_call
 from ..change_report import LayerStatistics
-from ..graph import Graph, trace_modes
-from ..network_copy import private_copy
-from ..ops.moments import AveragedMoments, MomentAccumulator, batch_moments
-from ..population import estimate_, layers_to_estimate
+from ..graph import Graph, trace
+from ..graph.kinds import keeps_torch_forward
+from ..layers import BatchNorm, Ghost, Sync
+from ..layers.norm_act import NormAct
+from ..network_copy import SharedWithOriginalError, isolated, private_copy
+from ..ops.moments import AveragedMoments, MomentAccumulator, batch_moments, merge_averages
+from ..population import compare
+from ..progress import progress
+
+
+class SingleValueError(Exception):
+    """Raised to skip a batch that has only one value per feature for a layer that normalizes by the batch."""
 
 
 @dataclass(eq=False)
@@ -25,39 +34,95 @@ class Layer:
 
     path: str
     module: TorchBatchNorm
-    statistics: LayerStatistics | None = None
-    """The comparison of its running averages with the population statistics, or None if these were not estimated."""
-    var: Tensor | None = None
-    """Var[x], or None if it was not estimated."""
-    called: bool = False
+    trains: bool
+    """Whether ``net.train()`` puts the layer into training mode."""
+    inputs: list[MomentAccumulator] = field(default_factory=list)
+    """The moments of its inputs: one accumulator for the first call in each forward pass, one for the second, ..."""
+    m: float = 0.0
+    """The largest number of values that statistics were computed from."""
     not_finite: Tensor | int = 0
     """How many of its inputs had an inf or NaN."""
     largest: Tensor | None = None
     """The largest output of each feature."""
-    inputs: list[MomentAccumulator] = field(default_factory=list)
-    """The moments of its inputs: one accumulator for the first call in each forward pass, one for the second, ..."""
+    called: bool = False
+    single: int = 0
+    """The number of batches that were skipped because of a :class:`SingleValueError`."""
     calls: int = 0
     """The number of calls in the current forward pass."""
 
     @property
+    def standard(self) -> bool:
+        """Whether the layer runs torch's or this library's forward, and so normalizes its input."""
+        ours = type(self.module).forward in (BatchNorm.forward, NormAct.forward) and "forward" not in vars(self.module)
+        return ours or keeps_torch_forward(self.module)
+
+    @property
+    def frozen(self) -> bool:
+        """Whether training normalizes by the running statistics and does not update them."""
+        return bool(getattr(self.module, "frozen_statistics", False))
+
+    @property
     def updates(self) -> bool:
         """Whether training updates the layer's running averages."""
-        return self.module.running_mean is not None and not getattr(self.module, "frozen_statistics", False)
+        return self.trains and self.module.running_mean is not None and not self.frozen
 
+    @property
+    def uses_batch(self) -> bool:
+        """Whether training normalizes by the statistics of the batch."""
+        return self.module.running_mean is None or (self.trains and not self.frozen)
+
+    @property
     def averages(self) -> list[AveragedMoments]:
-        """Return the averaged moments of each call in a forward pass."""
+        """The averaged moments of each call in a forward pass."""
         return [found for found in (moments.averages() for moments in self.inputs) if found is not None]
 
-    def record(self, module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        """Record one call, as a forward hook."""
-        x = args[0] if args else kwargs["input"]
+    @property
+    def statistics(self) -> LayerStatistics | None:
+        """The comparison of its running averages with the population statistics, or None if there are none."""
+        averages = merge_averages(self.averages)
+        if averages is None or self.module.running_mean is None or averages.count <= averages.batches:
+            return None
+        return compare(self.path, self.module, averages, "paper")
+
+    def watch(self, twin: nn.Module) -> None:
+        """Record the calls of the layer's copy."""
+        copied = twin.get_submodule(self.path)
+        copied.register_forward_pre_hook(self._before, with_kwargs=True)
+        copied.register_forward_hook(self._after, with_kwargs=True)
+
+    def _given(self, args: Any, kwargs: Any) -> tuple[Tensor, Tensor | None, tuple[int, ...]] | None:
+        """Return the input, the mask and the shape of the statistics, or None if the call cannot be judged."""
+        x = args[0] if args else kwargs.get("input")
         mask = args[2] if len(args) > 2 else kwargs.get("mask")
-        features = _features(self.module)
-        k = len(features)
-        fits = isinstance(x, Tensor) and isinstance(out, Tensor) and tuple(x.shape[1 : 1 + k]) == features
-        if not fits or not x.numel() or out.shape != x.shape:
-            return
+        features = getattr(self.module, "features", None) or (self.module.num_features,)
+        fits = isinstance(x, Tensor) and tuple(x.shape[1 : 1 + len(features)]) == features and x.numel() > 0
+        return (x, mask, features) if self.standard and fits else None
+
+    def _before(self, copied: Any, args: Any, kwargs: Any) -> None:
         self.called = True
+        given = self._given(args, kwargs)
+        if given is None:
+            return
+        x, mask, features = given
+        k = len(features)
+        m = prod((x.shape[0], *x.shape[1 + k :])) if mask is None else float(mask.sum())
+        statistics = getattr(copied, "statistics", None)
+        if isinstance(statistics, Sync):
+            m *= collectives.world_size(statistics.group)
+        elif isinstance(statistics, Ghost):
+            m /= statistics.groups(x, k)
+        falls_back = getattr(copied, "on_single", "error") == "running"
+        if m == 1 and copied.training and self.uses_batch and not falls_back:
+            self.single += 1
+            raise SingleValueError
+        self.m = max(self.m, m)
+
+    def _after(self, copied: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        given = self._given(args, kwargs)
+        if given is None or not isinstance(out, Tensor) or out.shape != given[0].shape:
+            return
+        x, mask, features = given
+        k = len(features)
         dims = [0, *range(1 + k, x.dim())]
         if mask is not None:
             mask = mask.reshape(mask.shape[0], *[1] * k, *mask.shape[1:])
@@ -79,11 +144,9 @@ class Evidence:
     net: nn.Module
     layers: tuple[Layer, ...]
     graph: Graph
+    shows_training: bool
+    """Whether the graph is a trace of training mode, in which dropout can be seen."""
     batches: int
-    trained_graph: bool
-    """Whether the trace is one of training mode, in which dropout can be seen."""
-    failure: str
-    """Why the population statistics could not be estimated, or an empty string."""
     optimizer: torch.optim.Optimizer | None
 
 
@@ -94,59 +157,43 @@ def collect(
     forward: network_call.Forward | None,
 ) -> Evidence:
     """Trace a copy of the network on the first batch, and run another copy on all batches."""
-    layers = tuple(Layer(path, m) for path, m in net.named_modules() if isinstance(m, TorchBatchNorm))
+    twin = private_copy(net)
+    if isinstance(net, torch.jit.ScriptModule):
+        raise TypeError("the network is scripted or traced: pass the network from before torch.jit.script or trace")
     iterator = iter(batches)
     first = next(iterator, None)
     if first is None:
         raise ValueError("batches is empty: pass a few batches of training data")
-    graphs = trace_modes(net, first, forward)
-    twin = private_copy(net)
+    graph, shows_training = _trace(net, first, forward)
+    twin.train()
+    layers = tuple(
+        Layer(path, m, twin.get_submodule(path).training)
+        for path, m in net.named_modules()
+        if isinstance(m, TorchBatchNorm)
+    )
+    twin.eval()
     for layer in layers:
-        twin.get_submodule(layer.path).register_forward_hook(layer.record, with_kwargs=True)
-    passes = _Passes(layers, chain([first], iterator))
-    failure = ""
-    if layers_to_estimate(twin)[0]:
-        try:
-            population = estimate_(twin, passes, forward=forward)
-        except ValueError as error:
-            if not passes.done:
-                raise
-            failure = str(error)
-        else:
-            compared = {statistics.path: statistics for statistics in population.layers}
-            for layer in layers:
-                layer.statistics = compared.get(layer.path)
-                if layer.statistics is not None:
-                    layer.var = _twin_of(layer, twin).running_var
-    else:
-        with torch.no_grad(), network_call.eagerly():
-            for batch in passes:
-                network_call.call(
-                    twin.eval(), network_call.to_device(batch, network_call.device_of(twin), copy=True), forward
-                )
-    return Evidence(net, layers, graphs[-1], passes.done, len(graphs) > 1, failure, optimizer)
+        twin.get_submodule(layer.path).training = layer.module.training if net.training else layer.trains
+        layer.watch(twin)
+    device = network_call.device_of(net)
+    number = 0
+    for number, batch in enumerate(progress(chain([first], iterator), "diagnosing", unit="batch"), 1):
+        for layer in layers:
+            layer.calls = 0
+        with isolated(net, twin):
+            torch.manual_seed(number)  # `isolated` restores the state of the random numbers
+            try:
+                network_call.call(twin, network_call.to_device(batch, device, copy=True), forward)
+            except SingleValueError:
+                continue
+    return Evidence(net, layers, graph, shows_training, number, optimizer)
 
 
-class _Passes:
-    """Iterate over the batches, count them, and tell the layers when a forward pass starts."""
-
-    def __init__(self, layers: tuple[Layer, ...], batches: Iterable[Any]) -> None:
-        self.layers, self.batches, self.done = layers, batches, 0
-
-    def __iter__(self) -> Iterator[Any]:
-        for batch in self.batches:
-            for layer in self.layers:
-                layer.calls = 0
-            yield batch
-            self.done += 1
-
-
-def _twin_of(layer: Layer, twin: nn.Module) -> TorchBatchNorm:
-    found = twin.get_submodule(layer.path)
-    assert isinstance(found, TorchBatchNorm)
-    return found
-
-
-def _features(module: TorchBatchNorm) -> tuple[int, ...]:
-    features = getattr(module, "features", None)
-    return features if isinstance(features, tuple) else (module.num_features,)
+def _trace(net: nn.Module, example: Any, forward: network_call.Forward | None) -> tuple[Graph, bool]:
+    """Trace the network in training mode or, if that does not work on the example, in evaluation mode."""
+    try:
+        return trace(net, example, forward, training=True), True
+    except SharedWithOriginalError:
+        raise
+    except Exception:
+        return trace(net, example, forward, training=False), False

@@ -6,15 +6,17 @@ rule, write its function and add it to ``RULES``.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import combinations
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
-from ..graph import TracedCall, Value
-from ..graph.kinds import is_affine, plain_name
+from ..graph import Graph, TracedCall, Value
+from ..graph.kinds import has_hooks, is_affine, plain_name
+from ..layers import Ghost, Renorm
+from ..ops.moments import merge_averages
 from .evidence import Evidence, Layer
 from .findings import Finding
 
@@ -28,6 +30,10 @@ FEW = 5
 """With fewer batches, the standard errors are too uncertain to judge running averages."""
 SMALL = 16
 """Batches with fewer values per feature are small: the standard error of their means is 1/4 of a standard deviation."""
+TINY = 0.1
+"""A variance below this share of eps is tiny: the standard deviation after normalization is below 0.32."""
+ROUNDING = 1e-12
+"""A feature is constant if its variance is at most this share of its squared mean."""
 LARGE_MOMENTUM = 0.5
 """With a larger momentum, the last batch has more weight in the running averages than all earlier batches."""
 
@@ -58,35 +64,44 @@ def not_finite(e: Evidence) -> Iterator[Finding]:
             )
 
 
-def no_statistics(e: Evidence) -> Iterator[Finding]:
-    """Report why population statistics could not be estimated."""
-    if e.failure:
-        yield Finding("no_statistics", "", e.failure, "fix this first, because several rules need these statistics")
+def single_value(e: Evidence) -> Iterator[Finding]:
+    """Find layers that get only one value per feature from some batches, so that the variance is undefined."""
+    for layer in e.layers:
+        if layer.single:
+            yield Finding(
+                "single_value",
+                layer.path,
+                f"{layer.single} of {e.batches} batches have only one value per feature, so the variance is undefined",
+                "use drop_last=True in the data loader, larger batches, or the layer's on_single='running'; to"
+                " fine-tune, use bn.freeze_",
+            )
 
 
 def stale_averages(e: Evidence) -> Iterator[Finding]:
     """Find layers whose running averages are far from the population statistics of the batches."""
-    known = [(layer, layer.statistics) for layer in e.layers if layer.statistics is not None]
+    if e.batches < FEW:
+        return
+    known = [(layer, s) for layer in e.layers if (s := layer.statistics) is not None and not _never_updated(layer)]
     for layer, s in sorted(known, key=lambda pair: -max(pair[1].mean_gap / MEAN_GAP, pair[1].var_gap / VAR_GAP)):
         reasons = []
         if s.mean_gap > max(MEAN_GAP, ERRORS * s.mean_error):
             reasons += [f"its running mean is off by {s.mean_gap:.2g} standard deviations"]
         if s.var_gap > max(VAR_GAP, ERRORS * s.var_error):
             reasons += [f"its running variance is off by {s.var_gap:.0%}"]
-        if reasons and s.batches >= FEW and not _never_updated(layer):
+        if reasons:
             yield Finding(
                 "stale_averages",
                 layer.path,
-                " and ".join(reasons),
-                "call bn.estimate_(net, batches) before evaluation; if the network was just loaded, check that the"
-                " batches are preprocessed as in its training",
+                " and ".join(reasons) + (", and it is frozen" if layer.frozen else ""),
+                "call bn.estimate_(net, batches) before evaluation (for a frozen layer, after bn.unfreeze_); if the"
+                " network was just loaded, check that the batches are preprocessed as in its training",
             )
 
 
 def never_updated(e: Evidence) -> Iterator[Finding]:
     """Find layers whose running averages have their initial values."""
     for layer in e.layers:
-        if layer.statistics is not None and _never_updated(layer):
+        if layer.called and _never_updated(layer):
             yield Finding(
                 "never_updated",
                 layer.path,
@@ -96,7 +111,7 @@ def never_updated(e: Evidence) -> Iterator[Finding]:
 
 
 def thaws(e: Evidence) -> Iterator[Finding]:
-    """Find layers in evaluation mode inside a network in training mode: the next ``net.train()`` undoes that."""
+    """Find layers in evaluation mode inside a network in training mode, if ``net.train()`` undoes that."""
     for layer in e.layers:
         if e.net.training and not layer.module.training and layer.updates:
             yield Finding(
@@ -113,8 +128,8 @@ def half_frozen(e: Evidence) -> Iterator[Finding]:
         return
     for layer in e.layers:
         own = list(layer.module.parameters())
-        trains = layer.module.training or not e.net.training
-        if own and not any(p.requires_grad for p in own) and layer.updates and trains:
+        now = layer.module.training or not e.net.training
+        if own and not any(p.requires_grad for p in own) and layer.updates and now:
             yield Finding(
                 "half_frozen",
                 layer.path,
@@ -146,44 +161,62 @@ def momentum(e: Evidence) -> Iterator[Finding]:
 
 def small_batches(e: Evidence) -> Iterator[Finding]:
     """Find layers that compute statistics of only a few values."""
-    known = [(layer, layer.statistics.m) for layer in e.layers if layer.statistics is not None]
-    for layer, m in sorted(known, key=lambda pair: pair[1]):
-        if m < SMALL:
+    for layer in sorted(e.layers, key=lambda layer: layer.m):
+        if 0 < layer.m < SMALL and layer.uses_batch and not isinstance(_source(layer), Renorm):
+            remedy = "make the groups larger" if isinstance(_source(layer), Ghost) else "use larger batches"
             yield Finding(
                 "small_batches",
                 layer.path,
-                f"its statistics are over {m:.3g} values per feature, so they are noisy",
-                "use larger batches, statistics=bn.Sync() with several GPUs, or statistics=bn.Renorm(); to fine-tune,"
-                " use bn.freeze_",
+                f"its statistics are over {layer.m:.3g} values per feature, so they are noisy",
+                f"{remedy}, statistics=bn.Sync() with several GPUs, or statistics=bn.Renorm(); to fine-tune, use"
+                " bn.freeze_",
             )
 
 
 def different_inputs(e: Evidence) -> Iterator[Finding]:
     """Find layers that are called several times in a forward pass, on inputs with different statistics."""
     for layer in e.layers:
-        worst = 0.0
-        for a, b in combinations(layer.averages(), 2):
-            scale = (torch.minimum(a.var, b.var) + layer.module.eps).sqrt()
-            worst = max(worst, float(((a.mean - b.mean).abs() / scale).max()))
-        if worst > MEAN_GAP and layer.updates:
+        known = [averages for averages in layer.averages if averages.batches >= FEW]
+        if len(known) < 2 or not layer.updates:
+            continue
+        means = torch.stack([averages.mean for averages in known])
+        scale = (torch.stack([averages.var for averages in known]).amin(0) + layer.module.eps).sqrt()
+        errors = torch.stack([(averages.mean_spread / (averages.batches - 1)).sqrt() for averages in known])
+        gap = float(((means.amax(0) - means.amin(0)) / scale).max())
+        error = float((errors.amax(0) * 2**0.5 / scale).max())  # the standard error of a difference of two means
+        if gap > max(MEAN_GAP, ERRORS * error):
             yield Finding(
                 "different_inputs",
                 layer.path,
-                f"it is called {len(layer.inputs)} times in a forward pass, on inputs whose means differ by {worst:.2g}"
+                f"it is called {len(layer.inputs)} times in a forward pass, on inputs whose means differ by {gap:.2g}"
                 " standard deviations; its running averages mix them",
-                "use one batch normalization layer for each call",
+                "use one batch normalization layer for each call, or pass all inputs in one batch",
             )
 
 
 def functional(e: Evidence) -> Iterator[Finding]:
-    """Find calls of ``F.batch_norm`` outside batch normalization layers."""
-    for path in dict.fromkeys(call.path for call in e.graph.functions("batch_norm")):
-        yield Finding(
-            "functional",
-            path,
-            "it calls F.batch_norm, which estimate_, freeze_ and Sync cannot reach",
-            "use a batch normalization layer instead",
-        )
+    """Find batch normalization of activations by code that does not call a registered layer."""
+    names = {
+        id(value): layer
+        for layer in e.layers
+        for tensor in (layer.module.running_mean, layer.module.weight)
+        if tensor is not None and (value := e.graph.value_of(tensor)) is not None
+    }
+    found: dict[str, tuple[str, str]] = {}
+    for call in functional_calls(e.graph):
+        layer = next((names[id(value)] for value in call.inputs if id(value) in names), None)
+        if layer is not None:
+            found[layer.path] = (
+                "it is called as layer.forward(x), which skips hooks, so estimate_ and diagnose cannot observe it",
+                "call it as layer(x)",
+            )
+        else:
+            found[call.path] = (
+                "it calls F.batch_norm without a registered layer, so estimate_, freeze_ and Sync cannot reach it",
+                "use a batch normalization layer, and register it as an attribute or in nn.ModuleList",
+            )
+    for path, (why, fix) in found.items():
+        yield Finding("functional", path, why, fix)
 
 
 def dropout_before(e: Evidence) -> Iterator[Finding]:
@@ -191,7 +224,7 @@ def dropout_before(e: Evidence) -> Iterator[Finding]:
 
     Dropout changes the variance of later layers' inputs in training, but not in evaluation (Li et al., 2019).
     """
-    if not e.trained_graph:
+    if not e.shows_training:
         return
     for layer in e.layers:
         dropout = next((d for call in e.graph.calls_of(layer.module) for d in _dropouts_before(call)), None)
@@ -200,24 +233,27 @@ def dropout_before(e: Evidence) -> Iterator[Finding]:
                 "dropout_before",
                 layer.path,
                 f"{dropout} comes before it, so the variance of its input differs between training and evaluation",
-                "move the dropout after the last batch normalization, or call bn.estimate_, which turns dropout off",
+                "move the dropout after the last batch normalization; if it stays, call bn.estimate_ after training: it"
+                " estimates the statistics without dropout",
             )
 
 
 def tiny_variance(e: Evidence) -> Iterator[Finding]:
-    """Find layers with features whose variance is below eps."""
+    """Find layers with features whose variance is far below eps."""
     for layer in e.layers:
-        if layer.var is None:
+        averages = merge_averages(layer.averages)
+        if averages is None:
             continue
-        below = int((layer.var < layer.module.eps).sum())
-        constant = int((layer.var == 0).sum())
+        var = averages.var + averages.mean_spread
+        below = int((var < TINY * layer.module.eps).sum())
+        constant = int((var <= ROUNDING * averages.mean.square()).sum())
         if below:
             zero = f" ({constant} of them constant)" if constant else ""
             yield Finding(
                 "tiny_variance",
                 layer.path,
-                f"the variance is below eps={layer.module.eps:g} for {below} of {layer.var.numel()} features{zero}, so"
-                " the standard deviation after normalization is below 0.71 instead of 1",
+                f"{below} of {var.numel()} features{zero} have a variance below a tenth of eps={layer.module.eps:g}, so"
+                " after normalization, their standard deviation is below 0.32 instead of 1",
                 "check that the inputs and weights before this layer are not close to 0; a smaller eps also helps,"
                 " except for constant features, which can be pruned",
             )
@@ -243,24 +279,24 @@ def bias_without_effect(e: Evidence) -> Iterator[Finding]:
 
     Paper: Sec. 3.2 (bias), "its effect will be canceled by the subsequent mean subtraction"
     """
-    normalizing = {layer.module for layer in e.layers if layer.updates or layer.module.running_mean is None}
-    found = {}
-    for call in e.graph.calls:
-        module = call.module
-        if not is_affine(module) or module is None or getattr(module, "bias", None) is None:
+    normalizing: dict[nn.Module | None, str] = {
+        layer.module: layer.path for layer in e.layers if layer.uses_batch and layer.standard
+    }
+    owners = Counter(id(p) for m in e.net.modules() for p in m._parameters.values())
+    for path, module in e.net.named_modules():
+        bias = getattr(module, "bias", None) if is_affine(module) and not has_hooks(module) else None
+        calls = e.graph.calls_of(module)
+        if bias is None or not calls or owners[id(bias)] != 1 or e.graph.readers_of(bias):
             continue
-        consumer = call.outputs[0].sole_consumer
-        flat = not isinstance(module, nn.Linear) or len(call.outputs[0].shape) == 2
-        first = consumer is not None and consumer.inputs[:1] == call.outputs[:1]
-        if consumer is not None and consumer.module in normalizing and flat and first:
-            found[call.path] = consumer.path
-    for path, norm in found.items():
-        yield Finding(
-            "bias_without_effect",
-            path,
-            f"'{norm}' subtracts the mean, and with it the bias of this layer",
-            "create the layer with bias=False",
-        )
+        norms = [normalizing.get(_subtracting(module, call)) for call in calls]
+        if None not in norms:
+            yield Finding(
+                "bias_without_effect",
+                path,
+                f"'{norms[0]}' subtracts the mean, and with it the bias of this layer",
+                "create the layer with bias=False; in a trained network, leave the bias, because the running mean"
+                " contains it",
+            )
 
 
 def weight_decay(e: Evidence) -> Iterator[Finding]:
@@ -269,7 +305,7 @@ def weight_decay(e: Evidence) -> Iterator[Finding]:
         return
     decay = {id(p): group.get("weight_decay", 0) for group in e.optimizer.param_groups for p in group["params"]}
     for layer in e.layers:
-        largest = max((decay.get(id(p), 0) for p in layer.module.parameters()), default=0)
+        largest = max((decay.get(id(p), 0) for p in layer.module.parameters() if p.requires_grad), default=0)
         if largest:
             yield Finding(
                 "weight_decay",
@@ -313,7 +349,9 @@ def half_precision(e: Evidence) -> Iterator[Finding]:
 def never_called(e: Evidence) -> Iterator[Finding]:
     """Find layers that the network did not call on the batches."""
     for layer in e.layers:
-        if not e.graph.calls_of(layer.module) and not layer.called:
+        tensors = [t for t in (layer.module.running_mean, layer.module.weight) if t is not None]
+        used = e.graph.calls_of(layer.module) or any(e.graph.readers_of(t) for t in tensors)
+        if not used and not layer.called:
             yield Finding(
                 "never_called",
                 layer.path,
@@ -324,7 +362,7 @@ def never_called(e: Evidence) -> Iterator[Finding]:
 
 RULES: tuple[Rule, ...] = (
     not_finite,
-    no_statistics,
+    single_value,
     not_trained,
     never_updated,
     stale_averages,
@@ -348,10 +386,31 @@ def unchecked(e: Evidence) -> Iterator[str]:
     """Say what could not be checked, and why."""
     if e.optimizer is None:
         yield "which parameters are trained and decayed (pass optimizer=)"
-    if not e.trained_graph:
+    if not e.shows_training:
         yield "dropout, because the network does not run in training mode on the first batch"
     if e.batches < FEW:
         yield f"whether running averages are stale (pass at least {FEW} batches)"
+    own = [layer.path for layer in e.layers if not layer.standard]
+    if own:
+        yield f"the inputs of {', '.join(own)}, because the class has its own forward"
+
+
+def functional_calls(graph: Graph) -> list[TracedCall]:
+    """Return the calls of F.batch_norm on activations; weight standardization, for example, calls it on weights."""
+    calls = graph.functions("batch_norm", "native_batch_norm")
+    return [call for call in calls if call.inputs and graph.follows_input(call.inputs[0])]
+
+
+def _source(layer: Layer) -> object:
+    return getattr(layer.module, "statistics", None)
+
+
+def _subtracting(module: nn.Module, call: TracedCall) -> nn.Module | None:
+    """Return the module that alone reads a call's output, or None if it would not average over what the bias shifts."""
+    (out, *_) = call.outputs
+    consumer = out.sole_consumer
+    flat = not isinstance(module, nn.Linear) or len(out.shape) == 2
+    return consumer.module if consumer is not None and flat and consumer.inputs[:1] == [out] else None
 
 
 def _never_updated(layer: Layer) -> bool:
@@ -374,6 +433,11 @@ def _has_relu(e: Evidence, layer: Layer) -> bool:
     return bool(after) and all(call is not None and plain_name(call.name) in ("relu", "relu6") for call in after)
 
 
+def _is_dropout(call: TracedCall) -> bool:
+    name = plain_name(call.name)  # alpha dropout keeps the variance
+    return "dropout" in name and "alpha" not in name and getattr(call.module, "p", None) != 0
+
+
 def _dropouts_before(call: TracedCall) -> Iterator[TracedCall]:
     """Yield the calls of dropout on the paths that end at a call, up to the batch normalizations before it."""
     waiting: list[Value] = call.inputs[:1]
@@ -384,7 +448,7 @@ def _dropouts_before(call: TracedCall) -> Iterator[TracedCall]:
         if value in seen or producer is None:
             continue
         seen.add(value)
-        if "dropout" in plain_name(producer.name) and getattr(producer.module, "p", None) != 0:
+        if _is_dropout(producer):
             yield producer
         elif not isinstance(producer.module, TorchBatchNorm):
             waiting += producer.inputs

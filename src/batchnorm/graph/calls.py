@@ -99,12 +99,16 @@ class Graph:
         """Return the calls of functions with one of these names."""
         return [call for call in self.calls if call.module is None and call.name in names]
 
+    def value_of(self, parameter: Tensor) -> Value | None:
+        """Return the Value of a parameter or buffer, or None if no recorded call took it as an argument."""
+        return self._values.get(id(parameter))
+
     def readers_of(self, parameter: Tensor) -> list[TracedCall]:
         """Return the recorded calls that take the given parameter or buffer as an argument.
 
         A leaf module's own use of its parameters, such as a Linear's use of its weight, is not recorded.
         """
-        value = self._values.get(id(parameter))
+        value = self.value_of(parameter)
         return value.consumers if value is not None else []
 
     def follows_input(self, value: Value) -> bool:

@@ -50,7 +50,8 @@ def own_network(factory: str, change: Change, *, classes: int, size: int, seed: 
     if change == "insert" and _count(net) == before:
         why = "has no layer left to normalize" if before else "has no layer to normalize"
         raise ValueError(
-            f"{factory} {why}, so normalize=insert does nothing: train it as it is, with batchnorm train --normalize as-is"
+            f"{factory} {why}, so normalize=insert does nothing: train the network as it is, with batchnorm train"
+            " --normalize as-is"
         )
     if change in ("convert", "remove") and not before:
         raise ValueError(
