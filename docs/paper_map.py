@@ -375,9 +375,14 @@ SECTIONS: dict[str, list[Row]] = {
         ),
         Row(
             "The standardization layer of Gulcehre & Bengio normalizes after the nonlinearity",
-            ("Sec. 5",),
+            ("Sec. 5, the standardization layer",),
             ("surgery/test_insert.py::test_placement_after_the_nonlinearity",),
             ("reproduce placement",),
+        ),
+        Row(
+            'Domain adaptation, "perhaps with just a recomputation of the population means and variances"',
+            ("Sec. 5, domain adaptation",),
+            ("paper/test_sec_5_domain_adaptation.py::test_new_statistics_restore_the_accuracy",),
         ),
     ],
     "Appendix": [

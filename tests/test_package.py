@@ -23,6 +23,7 @@ LAYERS = [
     ["reproduce", "bench"],
     ["train"],
     ["diagnosis", "evaluate", "report", "dynamo"],
+    ["adaptation"],
     ["surgery", "population", "inference", "monitor", "models", "data"],
     ["layers"],
     ["collectives", "graph", "verify", "jobs"],

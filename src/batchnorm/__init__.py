@@ -33,6 +33,7 @@ To train a network:
 To ship a network:
 
 - ``estimate_(net, batches)``: set the population statistics after training, or after averaging weights.
+- ``adapt(net, batches)``: get the network with the population statistics of a new domain.
 - ``fold(net, example)``: get the network without batch normalization.
 - ``export(net, example, path)``: fold the network and write it as an ONNX or ``torch.export`` file.
 - ``load(run)``: open a run of ``batchnorm train``, with its network, its classes and a ``predict`` method.
@@ -46,6 +47,7 @@ the batch norms of ``torch.nn`` without converting the network. In a shell, ``ba
 from typing import TYPE_CHECKING, Any
 
 from . import data, models, ops
+from .adaptation import adapt
 from .diagnosis import diagnose
 from .inference import export, fold
 from .layers import BatchNorm1d, BatchNorm2d, BatchNorm3d, Ghost, Renorm, Sync, freeze_, param_groups, unfreeze_
@@ -67,6 +69,7 @@ __all__ = [
     "Monitor",
     "Renorm",
     "Sync",
+    "adapt",
     "convert",
     "data",
     "diagnose",

@@ -154,8 +154,8 @@ class Population:
         return "\n".join([*lines, *map(str, self.left_alone)])
 
 
-def attach(net: nn.Module, report: VerbReport) -> nn.Module:
+def attach(net: nn.Module, report: VerbReport | Population) -> nn.Module:
     """Set ``net.report`` to the report, unless the network uses that name for something else."""
-    if isinstance(getattr(net, "report", report), VerbReport):
+    if isinstance(getattr(net, "report", report), VerbReport | Population):
         net.__dict__["report"] = report
     return net
