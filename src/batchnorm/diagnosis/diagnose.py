@@ -10,7 +10,7 @@ from torch import nn
 
 from .. import network_call
 from .evidence import collect
-from .findings import Diagnosis
+from .findings import Diagnosis, Finding
 from .rules import RULES, functional_calls, unchecked
 
 
@@ -59,5 +59,5 @@ def diagnose(
     evidence = collect(net, batches, optimizer, forward)
     if not evidence.layers and not functional_calls(evidence.graph):
         raise ValueError("the network has no batch normalization: add it with bn.insert(net, example)")
-    findings = tuple(finding for rule in RULES for finding in rule(evidence))
+    findings = tuple(Finding(rule.__name__, *problem) for rule in RULES for problem in rule(evidence))
     return Diagnosis(findings, len(evidence.layers), evidence.batches, tuple(unchecked(evidence)))

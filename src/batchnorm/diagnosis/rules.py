@@ -1,7 +1,7 @@
 """What can be wrong with a network's batch normalization: one function for each problem, and the limits it uses.
 
-A rule takes the :class:`~batchnorm.diagnosis.evidence.Evidence` and yields its findings, the worst first. To add a
-rule, write its function and add it to ``RULES``.
+A rule takes the :class:`~batchnorm.diagnosis.evidence.Evidence` and yields the problems that it finds, the worst first.
+To add a rule, write its function, add it to ``RULES``, and describe it in docs/diagnose.md.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from ..graph.kinds import has_hooks, is_affine, plain_name
 from ..layers import Ghost, Renorm
 from ..ops.moments import merge_averages
 from .evidence import Evidence, Layer
-from .findings import Finding
 
 MEAN_GAP = 0.25
 """The largest acceptable distance of a running mean from the population mean, in standard deviations."""
@@ -37,16 +36,17 @@ ROUNDING = 1e-12
 LARGE_MOMENTUM = 0.5
 """With a larger momentum, the last batch has more weight in the running averages than all earlier batches."""
 
-Rule = Callable[[Evidence], Iterator[Finding]]
+Problem = tuple[str, str, str]
+"""The path of a layer, what is wrong with it, and the fix."""
+Rule = Callable[[Evidence], Iterator[Problem]]
 
 
-def not_finite(e: Evidence) -> Iterator[Finding]:
+def not_finite(e: Evidence) -> Iterator[Problem]:
     """Find the first layer whose input has inf or NaN, and layers whose running averages have."""
     for layer in _in_order_of_execution(e):
         count = int(layer.not_finite)
         if count:
-            yield Finding(
-                "not_finite",
+            yield (
                 layer.path,
                 f"{count} of its inputs {'has' if count == 1 else 'have'} an inf or NaN",
                 "look for the inf or NaN in the batches and in the weights before this layer",
@@ -55,21 +55,19 @@ def not_finite(e: Evidence) -> Iterator[Finding]:
     for layer in e.layers:
         kept = [b for b in (layer.module.running_mean, layer.module.running_var) if b is not None]
         if not all(bool(b.isfinite().all()) for b in kept):
-            yield Finding(
-                "not_finite",
+            yield (
                 layer.path,
-                "its running averages have an inf or NaN, so its outputs in evaluation mode have too",
+                "its running averages have an inf or NaN, and so have its outputs in evaluation mode",
                 "call bn.estimate_(net, batches); this library's layers skip such batches, so train with them"
                 " (bn.convert)",
             )
 
 
-def single_value(e: Evidence) -> Iterator[Finding]:
+def single_value(e: Evidence) -> Iterator[Problem]:
     """Find layers that get only one value per feature from some batches, so that the variance is undefined."""
     for layer in e.layers:
         if layer.single:
-            yield Finding(
-                "single_value",
+            yield (
                 layer.path,
                 f"{layer.single} of {e.batches} batches have only one value per feature, so the variance is undefined",
                 "use drop_last=True in the data loader, larger batches, or the layer's on_single='running'; to"
@@ -77,7 +75,7 @@ def single_value(e: Evidence) -> Iterator[Finding]:
             )
 
 
-def stale_averages(e: Evidence) -> Iterator[Finding]:
+def stale_averages(e: Evidence) -> Iterator[Problem]:
     """Find layers whose running averages are far from the population statistics of the batches."""
     if e.batches < FEW:
         return
@@ -89,8 +87,7 @@ def stale_averages(e: Evidence) -> Iterator[Finding]:
         if s.var_gap > max(VAR_GAP, ERRORS * s.var_error):
             reasons += [f"its running variance is off by {s.var_gap:.0%}"]
         if reasons:
-            yield Finding(
-                "stale_averages",
+            yield (
                 layer.path,
                 " and ".join(reasons) + (", and it is frozen" if layer.frozen else ""),
                 "call bn.estimate_(net, batches) before evaluation (for a frozen layer, after bn.unfreeze_); if the"
@@ -98,31 +95,29 @@ def stale_averages(e: Evidence) -> Iterator[Finding]:
             )
 
 
-def never_updated(e: Evidence) -> Iterator[Finding]:
+def never_updated(e: Evidence) -> Iterator[Problem]:
     """Find layers whose running averages have their initial values."""
     for layer in e.layers:
         if layer.called and _never_updated(layer):
-            yield Finding(
-                "never_updated",
+            yield (
                 layer.path,
                 "its running averages have never been updated, so it does not normalize in evaluation mode",
                 "train the network, load its weights, or call bn.estimate_(net, batches)",
             )
 
 
-def thaws(e: Evidence) -> Iterator[Finding]:
+def thaws(e: Evidence) -> Iterator[Problem]:
     """Find layers in evaluation mode inside a network in training mode, if ``net.train()`` undoes that."""
     for layer in e.layers:
         if e.net.training and not layer.module.training and layer.updates:
-            yield Finding(
-                "thaws",
+            yield (
                 layer.path,
                 "it was set to evaluation mode, but the next net.train() sets it to training mode again",
                 "freeze it with bn.freeze_, which train() does not undo (for torch.nn's layers, call bn.convert first)",
             )
 
 
-def half_frozen(e: Evidence) -> Iterator[Finding]:
+def half_frozen(e: Evidence) -> Iterator[Problem]:
     """Find layers whose gamma and beta are not trained, but whose running averages are updated."""
     if not any(p.requires_grad for p in e.net.parameters()):
         return
@@ -130,15 +125,14 @@ def half_frozen(e: Evidence) -> Iterator[Finding]:
         own = list(layer.module.parameters())
         now = layer.module.training or not e.net.training
         if own and not any(p.requires_grad for p in own) and layer.updates and now:
-            yield Finding(
-                "half_frozen",
+            yield (
                 layer.path,
                 "its gamma and beta are frozen, but training still normalizes by the batch and updates the averages",
                 "freeze the statistics too, with bn.freeze_ (for torch.nn's layers, call bn.convert first)",
             )
 
 
-def momentum(e: Evidence) -> Iterator[Finding]:
+def momentum(e: Evidence) -> Iterator[Problem]:
     """Find layers whose momentum disables the running averages, or makes them depend on the last batch."""
     for layer in e.layers:
         value = layer.module.momentum
@@ -150,8 +144,7 @@ def momentum(e: Evidence) -> Iterator[Finding]:
             why = f"momentum={value:g}: the last batch has most of the weight in the running averages"
         else:
             continue
-        yield Finding(
-            "momentum",
+        yield (
             layer.path,
             why,
             "use momentum=0.1, for example: in torch, momentum is the weight of the new batch, so TensorFlow's 0.99 is"
@@ -159,13 +152,12 @@ def momentum(e: Evidence) -> Iterator[Finding]:
         )
 
 
-def small_batches(e: Evidence) -> Iterator[Finding]:
+def small_batches(e: Evidence) -> Iterator[Problem]:
     """Find layers that compute statistics of only a few values."""
     for layer in sorted(e.layers, key=lambda layer: layer.m):
         if 0 < layer.m < SMALL and layer.uses_batch and not isinstance(_source(layer), Renorm):
             remedy = "make the groups larger" if isinstance(_source(layer), Ghost) else "use larger batches"
-            yield Finding(
-                "small_batches",
+            yield (
                 layer.path,
                 f"its statistics are over {layer.m:.3g} values per feature, so they are noisy",
                 f"{remedy}, statistics=bn.Sync() with several GPUs, or statistics=bn.Renorm(); to fine-tune, use"
@@ -173,7 +165,7 @@ def small_batches(e: Evidence) -> Iterator[Finding]:
             )
 
 
-def different_inputs(e: Evidence) -> Iterator[Finding]:
+def different_inputs(e: Evidence) -> Iterator[Problem]:
     """Find layers that are called several times in a forward pass, on inputs with different statistics."""
     for layer in e.layers:
         known = [averages for averages in layer.averages if averages.batches >= FEW]
@@ -185,8 +177,7 @@ def different_inputs(e: Evidence) -> Iterator[Finding]:
         gap = float(((means.amax(0) - means.amin(0)) / scale).max())
         error = float((errors.amax(0) * 2**0.5 / scale).max())  # the standard error of a difference of two means
         if gap > max(MEAN_GAP, ERRORS * error):
-            yield Finding(
-                "different_inputs",
+            yield (
                 layer.path,
                 f"it is called {len(layer.inputs)} times in a forward pass, on inputs whose means differ by {gap:.2g}"
                 " standard deviations; its running averages mix them",
@@ -194,7 +185,7 @@ def different_inputs(e: Evidence) -> Iterator[Finding]:
             )
 
 
-def functional(e: Evidence) -> Iterator[Finding]:
+def functional(e: Evidence) -> Iterator[Problem]:
     """Find batch normalization of activations by code that does not call a registered layer."""
     names = {
         id(value): layer
@@ -216,10 +207,10 @@ def functional(e: Evidence) -> Iterator[Finding]:
                 "use a batch normalization layer, and register it as an attribute or in nn.ModuleList",
             )
     for path, (why, fix) in found.items():
-        yield Finding("functional", path, why, fix)
+        yield path, why, fix
 
 
-def dropout_before(e: Evidence) -> Iterator[Finding]:
+def dropout_before(e: Evidence) -> Iterator[Problem]:
     """Find layers with dropout between them and the batch normalization before them.
 
     Dropout changes the variance of later layers' inputs in training, but not in evaluation (Li et al., 2019).
@@ -229,8 +220,7 @@ def dropout_before(e: Evidence) -> Iterator[Finding]:
     for layer in e.layers:
         dropout = next((d for call in e.graph.calls_of(layer.module) for d in _dropouts_before(call)), None)
         if dropout is not None and layer.updates:
-            yield Finding(
-                "dropout_before",
+            yield (
                 layer.path,
                 f"{dropout} comes before it, so the variance of its input differs between training and evaluation",
                 "move the dropout after the last batch normalization; if it stays, call bn.estimate_ after training: it"
@@ -238,7 +228,7 @@ def dropout_before(e: Evidence) -> Iterator[Finding]:
             )
 
 
-def tiny_variance(e: Evidence) -> Iterator[Finding]:
+def tiny_variance(e: Evidence) -> Iterator[Problem]:
     """Find layers with features whose variance is far below eps."""
     for layer in e.layers:
         averages = merge_averages(layer.averages)
@@ -249,8 +239,7 @@ def tiny_variance(e: Evidence) -> Iterator[Finding]:
         constant = int((var <= ROUNDING * averages.mean.square()).sum())
         if below:
             zero = f" ({constant} of them constant)" if constant else ""
-            yield Finding(
-                "tiny_variance",
+            yield (
                 layer.path,
                 f"{below} of {var.numel()} features{zero} have a variance below a tenth of eps={layer.module.eps:g}, so"
                 " after normalization, their standard deviation is below 0.32 instead of 1",
@@ -259,22 +248,21 @@ def tiny_variance(e: Evidence) -> Iterator[Finding]:
             )
 
 
-def dead_features(e: Evidence) -> Iterator[Finding]:
+def dead_features(e: Evidence) -> Iterator[Problem]:
     """Find layers with features whose ReLU is 0 for every value in the batches."""
     for layer in e.layers:
         if layer.largest is None or not _has_relu(e, layer):
             continue
         dead = int((layer.largest <= 0).sum())
         if dead:
-            yield Finding(
-                "dead_features",
+            yield (
                 layer.path,
                 f"the ReLU after it is 0 for {dead} of {layer.largest.numel()} features, on all batches",
                 "such features do not learn and can be pruned; if they are many, lower the learning rate",
             )
 
 
-def bias_without_effect(e: Evidence) -> Iterator[Finding]:
+def bias_without_effect(e: Evidence) -> Iterator[Problem]:
     """Find biases that the next layer subtracts again, together with the mean of the batch.
 
     Paper: Sec. 3.2 (bias), "its effect will be canceled by the subsequent mean subtraction"
@@ -290,8 +278,7 @@ def bias_without_effect(e: Evidence) -> Iterator[Finding]:
             continue
         norms = [normalizing.get(_subtracting(module, call)) for call in calls]
         if None not in norms:
-            yield Finding(
-                "bias_without_effect",
+            yield (
                 path,
                 f"'{norms[0]}' subtracts the mean, and with it the bias of this layer",
                 "create the layer with bias=False; in a trained network, leave the bias, because the running mean"
@@ -299,7 +286,7 @@ def bias_without_effect(e: Evidence) -> Iterator[Finding]:
             )
 
 
-def weight_decay(e: Evidence) -> Iterator[Finding]:
+def weight_decay(e: Evidence) -> Iterator[Problem]:
     """Find layers whose gamma or beta has weight decay."""
     if e.optimizer is None:
         return
@@ -307,15 +294,14 @@ def weight_decay(e: Evidence) -> Iterator[Finding]:
     for layer in e.layers:
         largest = max((decay.get(id(p), 0) for p in layer.module.parameters() if p.requires_grad), default=0)
         if largest:
-            yield Finding(
-                "weight_decay",
+            yield (
                 layer.path,
                 f"the optimizer decays its gamma or beta by {largest:g}, which changes what the network computes",
                 "pass bn.param_groups(net, weight_decay) to the optimizer",
             )
 
 
-def not_trained(e: Evidence) -> Iterator[Finding]:
+def not_trained(e: Evidence) -> Iterator[Problem]:
     """Find parameters that the optimizer does not know, for example because ``convert`` returned a new network."""
     if e.optimizer is None:
         return
@@ -324,8 +310,7 @@ def not_trained(e: Evidence) -> Iterator[Finding]:
     if missing:
         listed = ", ".join([*missing[:3], "..."] if len(missing) > 3 else missing)
         total = sum(p.requires_grad for p in e.net.parameters())
-        yield Finding(
-            "not_trained",
+        yield (
             "",
             f"the optimizer does not have {len(missing)} of {total} parameters: {listed}",
             "create the optimizer after bn.insert or bn.convert, which return a new network, or set"
@@ -333,27 +318,25 @@ def not_trained(e: Evidence) -> Iterator[Finding]:
         )
 
 
-def half_precision(e: Evidence) -> Iterator[Finding]:
+def half_precision(e: Evidence) -> Iterator[Problem]:
     """Find layers whose running averages have a 16-bit dtype."""
     for layer in e.layers:
         mean = layer.module.running_mean
         if mean is not None and mean.dtype.itemsize < 4:
-            yield Finding(
-                "half_precision",
+            yield (
                 layer.path,
                 f"its running averages are {mean.dtype}, which is too coarse to average many batches",
                 "use this library's layers (bn.convert), which keep float32 averages under net.half(), or autocast",
             )
 
 
-def never_called(e: Evidence) -> Iterator[Finding]:
+def never_called(e: Evidence) -> Iterator[Problem]:
     """Find layers that the network did not call on the batches."""
     for layer in e.layers:
         tensors = [t for t in (layer.module.running_mean, layer.module.weight) if t is not None]
         used = e.graph.calls_of(layer.module) or any(e.graph.readers_of(t) for t in tensors)
         if not used and not layer.called:
-            yield Finding(
-                "never_called",
+            yield (
                 layer.path,
                 "the network did not call it on these batches, so its statistics stay as they are",
                 "remove it, or pass batches that reach it",
