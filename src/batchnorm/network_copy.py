@@ -116,7 +116,7 @@ class SharedWithOriginalError(ValueError):
 
 
 @contextmanager
-def isolated(net: nn.Module, twin: nn.Module) -> Iterator[Callable[[Any], None]]:
+def isolated(net: nn.Module, twin: nn.Module, *, seed: int = 0) -> Iterator[Callable[[Any], None]]:
     """Disable gradients and fix random numbers while a copy runs; raise if the copy uses parts of the original.
 
     ``copy.deepcopy`` does not copy functions. In a copy, a lambda that refers to ``self`` still refers to the original,
@@ -141,7 +141,7 @@ def isolated(net: nn.Module, twin: nn.Module) -> Iterator[Callable[[Any], None]]
 
     handle = register_module_forward_pre_hook(lambda module, args: refuse(module))
     try:
-        with torch.no_grad(), network_call.eagerly(), _fixed_random_numbers(twin):
+        with torch.no_grad(), network_call.eagerly(), _fixed_random_numbers(twin, seed):
             yield refuse
     finally:
         handle.remove()
@@ -154,16 +154,16 @@ def isolated(net: nn.Module, twin: nn.Module) -> Iterator[Callable[[Any], None]]
 
 
 @contextmanager
-def _fixed_random_numbers(net: nn.Module) -> Iterator[None]:
+def _fixed_random_numbers(net: nn.Module, seed: int) -> Iterator[None]:
     """Seed the generators of the CPU and of the network's devices; on exit, restore those of the CPU and the GPUs."""
     devices = {t.device for t in (*net.parameters(), *net.buffers())}
     gpus = [device for device in devices if device.type == "cuda"]
     with torch.random.fork_rng(gpus):
         if any(device.type not in ("cpu", "cuda") for device in devices):
-            torch.manual_seed(0)
-        torch.default_generator.manual_seed(0)
+            torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         for gpu in gpus:
-            torch.cuda.default_generators[gpu.index].manual_seed(0)
+            torch.cuda.default_generators[gpu.index].manual_seed(seed)
         yield
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
@@ -175,13 +175,12 @@ def collect(
     for layer in layers:
         twin.get_submodule(layer.path).training = layer.module.training if net.training else layer.trains
         layer.watch(twin)
-    device = network_call.device_of(net)
-    number = 0
-    for number, batch in enumerate(progress(chain([first], iterator), "diagnosing", unit="batch"), 1):
+    device, number = network_call.device_of(net), 0
+    total = len(batches) if isinstance(batches, Sized) else None
+    for number, batch in enumerate(progress(chain([first], iterator), "diagnosing", total, unit="batch"), 1):
         for layer in layers:
             layer.calls = 0
-        with isolated(net, twin):
-            torch.manual_seed(number)  # `isolated` restores the state of the random numbers
+        with isolated(net, twin, seed=number):
             try:
                 network_call.call(twin, network_call.to_device(batch, device, copy=True), forward)
             except SingleValueError:
