@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from textwrap import fill
 
 LISTED = 3
+WIDTH = 100
 
 
 @dataclass(frozen=True)
@@ -60,9 +62,17 @@ class Diagnosis:
         for rule in dict.fromkeys(finding.rule for finding in self.findings):
             found = self.of(rule)
             count = f" ({len(found)} layers)" if len(found) > 1 else ""
-            lines.append(f"{rule.replace('_', ' ')}{count}")
-            lines += [f"  {finding}" for finding in found[:LISTED]]
+            lines.append(f"\n{rule.replace('_', ' ')}{count}")
+            lines += [_wrapped(str(finding)) for finding in found[:LISTED]]
             if len(found) > LISTED:
                 lines.append(f"  and {len(found) - LISTED} more")
-            lines += [f"  fix: {fix}" for fix in dict.fromkeys(finding.fix for finding in found)]
-        return "\n".join([*lines, *(f"not checked: {what}" for what in self.unchecked)])
+            lines += [_wrapped(f"fix: {fix}") for fix in dict.fromkeys(finding.fix for finding in found)]
+        if self.unchecked:
+            lines += ["\nnot checked", *map(_wrapped, self.unchecked)]
+        return "\n".join(lines)
+
+
+def _wrapped(text: str) -> str:
+    return fill(
+        text, WIDTH, initial_indent="  ", subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    )
