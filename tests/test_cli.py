@@ -73,7 +73,7 @@ def refused(words, capsys):
             "fold net:needs -o net.pt2",
             "without arguments: missing a required argument: 'x'; give its arguments default values",
         ),
-        ("fold net:number -o net.pt2", "net:number cannot be called without arguments"),
+        ("fold net:number -o net.pt2", "number is of type int; give a function that returns a network"),
         ("fold ..net:make -o net.pt2", "is not the name of a function"),
         ("evaluate no --data no --workers=-1", "workers=-1: must be 0 or more"),
         ("describe inception --classes 0", "classes=0: must be from 1"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 LARGEST = {int: 2**63 - 1, float: 3.4e38}  # the largest int64 and about the largest float32
@@ -33,6 +33,15 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     ['rate is 0.0015 instead of 0.1']
     """
     return [f"{name} is {there.get(name)!r} instead of {v!r}" for name, v in here.items() if there.get(name) != v]
+
+
+def listed(names: Sequence[str], most: int = 5) -> str:
+    """Join at most ``most`` names; an ellipsis stands for the others.
+
+    >>> listed(["a", "b", "c"], most=2)
+    'a, b, ...'
+    """
+    return ", ".join([*names[:most], "..."] if len(names) > most else names)
 
 
 def at_least(least: float, /, **options: object) -> None:

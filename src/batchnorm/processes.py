@@ -53,7 +53,7 @@ class ChildProcess:
 
 @contextmanager
 def _ignoring_ctrl_c() -> Iterator[None]:
-    """Make processes that are started inside the block ignore Ctrl-C until they set their own handler.
+    """Inside the block, start processes so that they ignore Ctrl-C until they set their own handler.
 
     Otherwise, Ctrl-C would print a traceback from each process that is still importing torch. This works only in the
     main thread; in other threads, nothing changes.

@@ -17,12 +17,12 @@ from batchnorm.ops.cpu.passes import Matrix, Planes, layout_of
 EPS = 1e-3
 LAST, LAST_3D = torch.channels_last, torch.channels_last_3d
 
-# Limits that force a strategy: the largest images (in elements) and matrices (in rows) that torch's kernels get, and
-# the number of rows in each block of passes.py.
+# For each strategy: whether to use torch's kernel wherever it is accurate (otherwise, passes.py is used), and how many
+# rows each block of passes.py has.
 STRATEGIES = {
-    "native": (1 << 30, 8192),
-    "passes": (0, 8192),
-    "passes in blocks of 3 rows": (0, 3),
+    "native": (True, 8192),
+    "passes": (False, 8192),
+    "passes in blocks of 3 rows": (False, 3),
 }
 
 
@@ -39,9 +39,11 @@ def by_every_strategy(test):
 
 
 def choose(monkeypatch, name):
-    elements, block = STRATEGIES[name]
+    native, block = STRATEGIES[name]
     for limit in ("ROWS", "IMAGE_ELEMENTS", "FEW_ELEMENTS"):
-        monkeypatch.setattr(torch_kernels, limit, elements)
+        monkeypatch.setattr(torch_kernels, limit, 1 << 30)
+    if not native:
+        monkeypatch.setattr(torch_kernels, "is_fast", lambda x: False)
     monkeypatch.setattr(passes, "ROWS", block)
     passes._wide.cache_clear()
 

@@ -96,7 +96,7 @@ def digest(layer: LayerShape, channels_last: bool, dtype: torch.dtype, residual:
     chosen = [rule(g, dtype.itemsize, backward, residual, processors) for rule in rules for backward in (False, True)]
     found = hashlib.sha256(repr(chosen).encode())
     for path in sorted((Path(ops.__file__).parent / "cuda").rglob("*")):
-        # Leave out schedule.py, because the choices that it makes are hashed above.
+        # Leave out schedule.py, because the tilings that it chooses for this row are hashed above.
         if path.suffix in (".py", ".cu") and path.name != "schedule.py":
             found.update(code_of(path).encode())
     return found.hexdigest()[:12]

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import listed
 from ..optional_packages import require
 from .decode import IMAGE_SUFFIXES
 from .tar_shards import TarSource
@@ -63,10 +64,9 @@ class FolderSource:
         classes = _class_names(reference) if reference.is_dir() else present
         unknown = sorted(set(present) - set(classes))
         if unknown:
-            listed = ", ".join([*unknown[:5], "..."] if len(unknown) > 5 else unknown)
             raise ValueError(
-                f"{root / split} has classes that {reference} lacks ({listed}): add them to {reference}, or remove them"
-                f" from {root / split}"
+                f"{root / split} has classes that {reference} lacks ({listed(unknown)}): add them to {reference}, or"
+                f" remove them from {root / split}"
             )
         index = {name: i for i, name in enumerate(classes)}
         files = [(f"{split}/{name}/{file}", index[name]) for name in present for file in _images(root / split / name)]
@@ -202,11 +202,9 @@ def open_source(path: str | Path, split: str) -> ImageSource:
         return TarSource.open(root, split, shards)
     if (root / split).is_dir():
         return FolderSource.open(root, split)
-    found = sorted(entry.name for entry in root.iterdir())[:8]
+    found = listed(sorted(entry.name for entry in root.iterdir()), 8) or "nothing"
     hint = f"; did you mean {root.parent}?" if (root.parent / split).is_dir() else ""
-    raise FileNotFoundError(
-        f"{root} has neither {split}/CLASS/*.jpg nor {split}-*.tar; it holds: {', '.join(found) or 'nothing'}{hint}"
-    )
+    raise FileNotFoundError(f"{root} has neither {split}/CLASS/*.jpg nor {split}-*.tar; it holds: {found}{hint}")
 
 
 def check_complete(source: ImageSource, path: str | Path, split: str) -> None:
@@ -216,7 +214,7 @@ def check_complete(source: ImageSource, path: str | Path, split: str) -> None:
     if empty:
         raise ValueError(
             f"{path} has no images for {len(empty)} of {len(source.classes)} classes in split {split!r}"
-            f" ({', '.join(empty[:5])}{', ...' if len(empty) > 5 else ''}): add images, or remove these classes"
+            f" ({listed(empty)}): add images, or remove these classes"
         )
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
+from ..errors import listed
 from ..graph import Graph, TracedCall, Value
 from ..graph.kinds import has_hooks, is_affine, plain_name
 from ..layers import Ghost, Renorm
@@ -308,11 +309,10 @@ def not_trained(e: Evidence) -> Iterator[Problem]:
     known = {id(p) for group in e.optimizer.param_groups for p in group["params"]}
     missing = [name for name, p in e.net.named_parameters() if p.requires_grad and id(p) not in known]
     if missing:
-        listed = ", ".join([*missing[:3], "..."] if len(missing) > 3 else missing)
         total = sum(p.requires_grad for p in e.net.parameters())
         yield (
             "",
-            f"the optimizer does not have {len(missing)} of {total} parameters: {listed}",
+            f"the optimizer does not have {len(missing)} of {total} parameters: {listed(missing, 3)}",
             "create the optimizer after bn.insert or bn.convert, which return a new network, or set"
             " requires_grad=False for parameters that should not be trained",
         )

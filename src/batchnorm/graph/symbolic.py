@@ -287,7 +287,7 @@ class _Tracer(fx.Tracer):
         if get_ident() != self._thread:  # torch.fx's patches affect all threads, but only one is traced
             return forward(*args, **kwargs)
         if m is self.root:
-            raise Untraceable("its code calls the module itself")
+            raise Untraceable("its code calls its own module recursively")
         if m not in self._opened:
             return super().call_module(m, forward, args, kwargs)
         self.entered[m] = None

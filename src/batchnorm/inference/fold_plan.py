@@ -248,8 +248,8 @@ def _check_borders(module: nn.Module, before: Map) -> None:
     name = type(module).__name__
     if isinstance(module, Transposed):
         raise Refusal(
-            f"in general, the {name} after it turns this layer's shift into a different offset at each output position,"
-            " which a bias cannot express"
+            f"its shift would, in general, become a different offset at each output position of the {name} that"
+            " follows, which a bias cannot express"
         )
     if isinstance(module, Convolution) and module.padding_mode == "zeros":
         padding = module.padding

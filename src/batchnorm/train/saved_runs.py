@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.image_sources import has_split, training_splits
+from ..errors import listed
 from ..evaluate import Crops, SquareBatches, open_squares
 from ..evaluate.crops import Count
 from ..results import read_json
@@ -130,7 +131,7 @@ def open_run(folder: Path, *, trust: bool = False) -> SavedRun:
         if not folder.is_dir():
             problem = "is a file" if folder.is_file() else "does not exist"
             raise FileNotFoundError(f"{folder} {problem}: give the folder of a run")
-        found = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "nothing"
+        found = listed(sorted(entry.name for entry in folder.iterdir()), 8) or "nothing"
         raise FileNotFoundError(
             f"{folder} is not the folder of a run: it holds {found}, but a run's folder holds recipe.json and final/"
         )
