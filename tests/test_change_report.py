@@ -61,6 +61,7 @@ def sites(**actions):
 def test_first_line(report, summary):
     assert report.summary == summary
     assert str(report).partition("\n")[0] == summary
+    assert repr(report) == str(report)  # so that a notebook shows the report
 
 
 def test_long_lists_are_cut_and_what_is_left_comes_first():

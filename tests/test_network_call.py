@@ -58,6 +58,11 @@ def test_a_network_that_cannot_take_the_batch_names_forward(batch, found):
         network_call.call(nn.Bilinear(3, 3, 1), batch)
 
 
+def test_a_data_loader_is_no_batch():
+    with pytest.raises(TypeError, match=r"a DataLoader is not a batch: pass one batch, such as next\(iter\(loader\)\)"):
+        network_call.call(nn.Linear(3, 2), torch.utils.data.DataLoader([torch.zeros(3)]))
+
+
 def test_a_type_error_inside_the_network_is_its_own():
     class Broken(nn.Module):
         def forward(self, x):

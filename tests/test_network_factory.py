@@ -91,6 +91,20 @@ def test_functions_of_the_standard_library_are_not_called():
         make_network("os:abort")
 
 
+def test_a_library_that_was_built_for_another_torch(folder, monkeypatch):
+    (folder / "torchvision").mkdir()
+    (folder / "torchvision" / "__init__.py").write_text(
+        'raise RuntimeError("operator torchvision::nms does not exist\\nmore")'
+    )
+    monkeypatch.syspath_prepend(folder)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(
+        ValueError, match=r"torchvision cannot be imported \(operator torchvision::nms does not exist\)"
+    ):
+        make_network("torchvision:resnet18")
+
+
 @pytest.mark.zoo
 @pytest.mark.parametrize("library", ["torchvision", "timm"])
 def test_a_misspelled_network_of_a_library(library):

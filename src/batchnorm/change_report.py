@@ -33,7 +33,7 @@ class Site:
         return f"{self.path or '(the network)'}: {self.action}" + (f" ({self.reason})" if self.reason else "")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class VerbReport:
     """What a function such as ``convert`` did at each site of a network. ``print`` shows the report."""
 
@@ -96,6 +96,8 @@ class VerbReport:
             [self.summary, *(f"  {s}" for s in listed), *more, *(f"  note: {note}" for note in self.notes)]
         )
 
+    __repr__ = __str__
+
 
 @dataclass(frozen=True)
 class LayerStatistics:
@@ -124,7 +126,7 @@ class LayerStatistics:
         return self.count / self.batches
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Population:
     """The results of :func:`batchnorm.estimate_`, layer by layer. ``print`` shows them as a table."""
 
@@ -148,10 +150,16 @@ class Population:
         lines = [f"{'layer':{width}}  batches        m  mean gap (error)     var gap (error)"]
         lines += [
             f"{s.path:{width}}  {s.batches:7d}  {s.m:7.0f}"
-            f"  {s.mean_gap:8.3f} ({s.mean_error:.3f})  {s.var_gap:10.3f} ({s.var_error:.3f})"
+            f"  {s.mean_gap:8.3f} ({_error(s.mean_error)})  {s.var_gap:10.3f} ({_error(s.var_error)})"
             for s in self.layers
         ]
         return "\n".join([*lines, *map(str, self.left_alone)])
+
+    __repr__ = __str__
+
+
+def _error(error: float) -> str:
+    return f"{error:.3f}" if isfinite(error) else "unknown"
 
 
 def attach(net: nn.Module, report: VerbReport | Population) -> nn.Module:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 Forward = Callable[[nn.Module, Any], Any]
 
@@ -45,6 +46,8 @@ def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (batch[0],), {}
     if isinstance(batch, Mapping):
         return (), dict(batch)
+    if isinstance(batch, DataLoader):
+        raise TypeError("a DataLoader is not a batch: pass one batch, such as next(iter(loader))")
     raise TypeError(
         f"cannot call a network on a batch of type {type(batch).__name__}: pass a tensor, a tuple or list whose first"
         " item is the input, or a dict of named inputs; for anything else, pass forward=lambda net, batch: net(...)"

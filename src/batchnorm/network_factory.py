@@ -103,14 +103,22 @@ def _call(name: str, source: str, function: str, classes: int | None) -> Any:
 def _from_library(library: str, name: str, classes: int | None) -> nn.Module:
     options: dict[str, Any] = {} if classes is None else {"num_classes": classes}
     try:
-        if library == "timm":
-            return import_module("timm").create_model(name, pretrained=False, **options)  # type: ignore[no-any-return]
-        options |= {"init_weights": True} if name in _INIT_WEIGHTS else {}
-        return import_module("torchvision.models").get_model(name, weights=None, **options)  # type: ignore[no-any-return]
+        models = import_module("timm" if library == "timm" else "torchvision.models")
     except ModuleNotFoundError as error:
         raise ValueError(f"{name} needs {error.name}, which is not installed; run: pip install {library}") from error
+    except Exception as error:  # torchvision raises RuntimeError or OSError if it was built for another torch
+        why = str(error).partition("\n")[0]
+        raise ValueError(
+            f"{library} cannot be imported ({why}): install the versions of torch and torchvision that belong together,"
+            " from the same index"
+        ) from error
+    try:
+        if library == "timm":
+            return models.create_model(name, pretrained=False, **options)  # type: ignore[no-any-return]
+        options |= {"init_weights": True} if name in _INIT_WEIGHTS else {}
+        return models.get_model(name, weights=None, **options)  # type: ignore[no-any-return]
     except Exception as error:  # both libraries raise various errors, for example if the name is unknown
-        known = import_module("timm" if library == "timm" else "torchvision.models").list_models()
+        known = models.list_models()
         near = [] if name in known else get_close_matches(name, known)
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         raise ValueError(f"cannot make {library}'s {name}: {str(error).partition(chr(10))[0]}{hint}") from error

@@ -29,6 +29,11 @@ def test_files_are_checked_on_several_batch_sizes(tmp_path, name, network):
     assert "on batches of 1, 2, 3 and 16" in str(done)
 
 
+def test_a_path_in_the_wrong_place(tmp_path):
+    with pytest.raises(TypeError, match=r"path must be a file name, not Tensor: call export\(net, example, path\)"):
+        bn.export(nn.Linear(3, 2).eval(), str(tmp_path / "net.pt2"), torch.randn(2, 3))
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_single_example_still_gives_a_dynamic_batch(tmp_path, name):
     done = bn.export(scramble_(Residual()).eval(), torch.randn(1, 3, 8, 8), tmp_path / name)

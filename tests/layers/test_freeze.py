@@ -37,8 +37,8 @@ def test_affine_alone():
 def test_unfreeze_restores_what_was():
     layer = bn.BatchNorm1d(3)
     layer.bias.requires_grad_(False)  # frozen by the user before freeze_
-    bn.freeze_(layer)
-    bn.unfreeze_(layer)
+    assert bn.freeze_(layer) is layer
+    assert bn.unfreeze_(layer) is layer
     assert layer.weight.requires_grad
     assert not layer.bias.requires_grad
     layer(torch.randn(4, 3))

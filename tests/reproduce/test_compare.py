@@ -9,7 +9,7 @@ import torch
 from training import striped_folder
 
 from batchnorm.cli import main
-from batchnorm.reproduce.compare import difference, interval, verdict
+from batchnorm.reproduce.compare import _steps, difference, interval, verdict
 from batchnorm.train import RECIPES, Options, train
 from batchnorm.train.train_command import Overrides, resolve
 
@@ -132,3 +132,13 @@ def test_a_comparison_that_is_stopped_goes_on_later(words, tmp_path, capsys):
 def test_a_network_is_needed(folder, capsys):
     assert main(["compare", "--data", str(folder / "images")]) == 2
     assert "nothing to compare: name your own network with --network" in capsys.readouterr().err
+
+
+def test_the_sentence_about_steps_names_what_it_compares():
+    # The verdict compares final accuracies, with population statistics; these curves use running averages.
+    for times, ends in ((None, "is not reached before the end."), (2.0, "also reached, in 2.0 times fewer steps.")):
+        told = _steps(times, (10, 0.444))
+        assert told.startswith(
+            "During training, validated with running averages, the best mean accuracy without BN is 44"
+        )
+        assert told.endswith(ends)

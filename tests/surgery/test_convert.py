@@ -316,6 +316,8 @@ def test_an_example_that_the_network_cannot_take(verb):
         RuntimeError, match=r"raised an error on the example of shape \(2, 5, 8, 8\): Given groups=1, .*$"
     ):
         verb(net, torch.randn(2, 5, 8, 8))
+    with pytest.raises(ValueError, match=r"raised an error on the example of shape \(3, 8, 8\): expected 4D input"):
+        verb(net, torch.randn(3, 8, 8))
 
 
 @pytest.mark.parametrize("verb", [bn.convert, bn.insert, bn.fold])

@@ -23,7 +23,7 @@ class Finding:
         return f"{self.path or '(the network)'}: {self.why}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Diagnosis:
     """The findings of :func:`batchnorm.diagnose`, the most serious rules first. ``print`` shows them.
 
@@ -70,6 +70,8 @@ class Diagnosis:
         if self.unchecked:
             lines += ["\nnot checked", *map(_wrapped, self.unchecked)]
         return "\n".join(lines)
+
+    __repr__ = __str__
 
 
 def _wrapped(text: str) -> str:

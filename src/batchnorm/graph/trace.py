@@ -86,12 +86,12 @@ def trace_modes(net: nn.Module, example: Any, forward: network_call.Forward | No
 def _call(net: nn.Module, example: Any, forward: network_call.Forward | None) -> Any:
     try:
         return network_call.call(net, example, forward)
-    except RuntimeError as error:
-        if type(error) is not RuntimeError:
+    except (RuntimeError, ValueError) as error:
+        if type(error) not in (RuntimeError, ValueError):
             raise
         shapes = ", ".join(str(tuple(t.shape)) for t in network_call.tensors_in(example))
         why = str(error).partition("\n")[0]
-        raise RuntimeError(f"the network raised an error on the example of shape {shapes}: {why}") from error
+        raise type(error)(f"the network raised an error on the example of shape {shapes}: {why}") from error
 
 
 def _held(net: nn.Module) -> list[Tensor]:

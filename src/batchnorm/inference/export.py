@@ -100,6 +100,8 @@ def export(
 
     Beyond the paper: inference without Python.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path must be a file name, not {type(path).__name__}: call export(net, example, path)")
     path = Path(path)
     formats: dict[str, tuple[Writer, Loader]] = {".onnx": (_write_onnx, _load_onnx), ".pt2": (_write_pt2, _load_pt2)}
     if path.suffix not in formats:

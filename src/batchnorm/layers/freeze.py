@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TypeVar
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
 from .batch_norm import BIAS, STATISTICS, WEIGHT, BatchNorm
 
+Network = TypeVar("Network", bound=nn.Module)
 
-def freeze_(net: nn.Module, *, statistics: bool = True, affine: bool = True) -> None:
-    """Freeze the batch normalization of a network, in place, until :func:`unfreeze_`.
+
+def freeze_(net: Network, *, statistics: bool = True, affine: bool = True) -> Network:
+    """Freeze the batch normalization of a network, in place, until :func:`unfreeze_`; return the network.
 
     Args:
         net: any network with layers of this library.
@@ -23,7 +26,7 @@ def freeze_(net: nn.Module, *, statistics: bool = True, affine: bool = True) -> 
             with ``statistics``, if a layer has no running statistics; with ``affine``, if a gamma or beta is
             parametrized. After an error, the network is unchanged.
 
-    >>> layer = BatchNorm(3); freeze_(layer); layer.train().frozen_statistics
+    >>> freeze_(BatchNorm(3)).train().frozen_statistics
     True
 
     Beyond the paper: fine-tuning with fixed statistics.
@@ -45,10 +48,13 @@ def freeze_(net: nn.Module, *, statistics: bool = True, affine: bool = True) -> 
                 if parameter is not None and parameter.requires_grad:
                     parameter.requires_grad_(False)
                     layer._frozen |= bit
+    return net
 
 
-def unfreeze_(net: nn.Module, *, statistics: bool = True, affine: bool = True) -> None:
-    """Undo :func:`freeze_`, in place; parameters that had ``requires_grad=False`` before ``freeze_`` keep it.
+def unfreeze_(net: Network, *, statistics: bool = True, affine: bool = True) -> Network:
+    """Undo :func:`freeze_`, in place, and return the network.
+
+    Parameters that had ``requires_grad=False`` before ``freeze_`` keep it.
 
     Args:
         net: any network with layers of this library.
@@ -59,7 +65,7 @@ def unfreeze_(net: nn.Module, *, statistics: bool = True, affine: bool = True) -
         ValueError: if the network has ``torch.nn`` batch normalization or no batch normalization; with ``affine``, if
             a gamma or beta was parametrized after it was frozen. After an error, the network is unchanged.
 
-    >>> layer = BatchNorm(3); freeze_(layer); unfreeze_(layer); layer.weight.requires_grad
+    >>> unfreeze_(freeze_(BatchNorm(3))).weight.requires_grad
     True
 
     Beyond the paper: fine-tuning with fixed statistics.
@@ -76,6 +82,7 @@ def unfreeze_(net: nn.Module, *, statistics: bool = True, affine: bool = True) -
                 if layer._frozen & bit and parameter is not None:
                     parameter.requires_grad_(True)
                     layer._frozen &= ~bit
+    return net
 
 
 def _require_parameters(name: str, layer: BatchNorm, bits: int) -> None:

@@ -121,7 +121,8 @@ def _footnotes(result: Result, measured: list[str]) -> str:
         if not bar["reached"]
     ]
     reached = f"{len(judged) - len(missed)} of {len(judged)}" if missed else f"All {len(judged)}"
-    told = [f"{reached} goals are reached; missed: {'; '.join(missed)}." if missed else f"{reached} goals are reached."]
+    of = f"{reached} goals of this benchmark are reached"
+    told = [f"{of}; missed: {'; '.join(missed)}." if missed else f"{of}."]
     if any(_speedup(row).startswith("*") for row in result["rows"]):
         told.append("If a speedup is in italics, its 95% interval includes 1.")
     if left := [mode for mode in MODES if mode not in measured]:

@@ -91,7 +91,7 @@ def _jacobian(r: Result) -> str:
 def _scale(r: Result) -> str:
     far = r["largest"]
     return (
-        f"outputs differ by at most {far['output']:.0%} of the bound that follows from eps, gradients by at"
+        f"outputs differ less than eps allows (at most {far['output']:.0%} of that bound), gradients by at"
         f" most {max(far['du'], far['dW']):.1%} of their norm"
     )
 

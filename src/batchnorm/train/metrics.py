@@ -231,7 +231,9 @@ def _finite(value: Any) -> Any:
 def _shown(key: str, value: Any) -> str:
     if value is True:
         return key
-    return f"{key} {value:.4f}" if isinstance(value, float) else f"{key} {value}"
+    if isinstance(value, float):
+        return f"{key} {value:.4f}" if abs(value) < 1e5 else f"{key} {value:.3g}"
+    return f"{key} {value}"
 
 
 def _record(line: bytes, where: str) -> dict[str, Any]:
