@@ -183,7 +183,7 @@ def figures(results: Path) -> str:
             f"Figure 4: {_images(fig4)} at {recipe['size']} px, {recipe['epochs']:g} epochs, {machine(fig4)}"
             ' ([each network](docs/fig4.md)). Rows that start with "here" are ours, the others are the paper\'s.',
             table(rows),
-            " ".join([_verdicts(fig4["steps"]), *_best_ensemble(fig4.get("best ensemble", []))]),
+            *_verdicts(fig4["steps"], fig4.get("best ensemble", [])),
         ]
     return "\n\n".join(blocks)
 
@@ -224,39 +224,37 @@ def _narrow(row: list[str]) -> list[str]:
     return [re.sub(r" \(.*", "", cell) for cell in (*row[:1], *row[2:8])]
 
 
-def _verdicts(steps: list[Result]) -> str:
-    """Say which changes, such as more crops, lower the error in Figure 4.
+def _verdicts(steps: list[Result], best: list[Result]) -> list[str]:
+    """Say in a table which changes, such as more crops, lower the error in Figure 4.
+
+    Args:
+        steps: the verdict of each change for each error.
+        best: for each error, the comparison of the best ensemble with the best network.
 
     >>> step = {"name": "144 crops instead of 1", "error": "top-1", "verdict": "confirmed"}
-    >>> _verdicts([step, {**step, "error": "top-5"}])
-    'Is the error lower with 144 crops than with 1? Confirmed for top-1 and top-5.'
+    >>> print(*_verdicts([step, {**step, "error": "top-5"}], []))
+    | does this lower the error? | top-1 | top-5 |
+    |---|---|---|
+    | 144 crops instead of 1 | confirmed | confirmed |
     """
-    found: dict[str, dict[str, list[str]]] = {}
-    for step in steps:
-        found.setdefault(step["name"].rstrip(","), {}).setdefault(step["verdict"], []).append(step["error"])
-    told = []
-    for name, verdicts in found.items():
-        new, _, old = name.partition(" instead of ")
-        answer = "; ".join(f"{verdict} for {' and '.join(errors)}" for verdict, errors in verdicts.items())
-        told.append(f"Is the error lower with {new} than with {old}? {answer[:1].upper()}{answer[1:]}.")
-    return " ".join(told)
-
-
-def _best_ensemble(chosen: list[Result]) -> list[str]:
-    """Return sentences that compare the best ensemble with the best network, or an empty list if there is no ensemble.
-
-    >>> step = {"error": "top-1", "before": 0.5, "after": 0.4, "networks": ["a", "b"], "verdict": "confirmed"}
-    >>> print(*_best_ensemble([step]))
-    The best network and the best ensemble are chosen on every second image and compared on the other images. For top-1, the best network has an error of 50.00%, and the best ensemble, of 2 networks, has an error of 40.00%. Is the ensemble's error lower? Confirmed.
-    """  # noqa: E501
-    told = [
-        f"For {step['error']}, the best network has an error of {step['before']:.2%}, and the best ensemble, of"
-        f" {len(step['networks'])} networks, has an error of {step['after']:.2%}. Is the ensemble's"
-        f" error lower? {step['verdict'][:1].upper()}{step['verdict'][1:]}."
-        for step in chosen
-    ]
-    start = "The best network and the best ensemble are chosen on every second image and compared on the other images."
-    return [start, *told] if told else []
+    errors = list(dict.fromkeys(step["error"] for step in steps))
+    names = dict.fromkeys(step["name"].rstrip(",") for step in steps)
+    found = {(step["name"].rstrip(","), step["error"]): step["verdict"] for step in steps}
+    rows = [[name, *(found.get((name, error), "") for error in errors)] for name in names]
+    if best:
+        by_error = {
+            step["error"]: f"{step['verdict']}: {step['before']:.2%} to {step['after']:.2%},"
+            f" {len(step['networks'])} networks"
+            for step in best
+        }
+        rows.append(["the best ensemble instead of the best network", *(by_error.get(error, "") for error in errors)])
+    told = [table([["does this lower the error?", *errors], *rows])]
+    if best:
+        told.append(
+            "For the last row, the best network and the best ensemble were chosen on every second image and compared on"
+            " the other images."
+        )
+    return told
 
 
 def _images(result: Result) -> str:
