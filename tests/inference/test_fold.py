@@ -35,3 +35,12 @@ def test_traced_form_folds_the_rest(name):
     torch.testing.assert_close(folded(x), net.eval()(x), rtol=1e-10, atol=1e-10)
     if name in ("functional", "own_forward", "shared_conv"):
         assert all(site.action.startswith("folded") for site in folded.report)
+
+
+def test_a_network_that_was_never_trained_is_noted():
+    net, x = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.ReLU()), torch.randn(8, 3)
+    assert bn.fold(net, x).report.notes == (
+        "1 batch norm has never been updated: train the network, load its weights, or call bn.estimate_ first",
+    )
+    net(x)
+    assert bn.fold(net, x).report.notes == ()

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
 from ..errors import listed
-from ..graph import Graph, TracedCall, Value
+from ..graph import Graph, TracedCall, Value, kinds
 from ..graph.kinds import has_hooks, is_affine, plain_name
 from ..layers import Ghost, Renorm
 from ..ops.moments import merge_averages
@@ -80,7 +80,11 @@ def stale_averages(e: Evidence) -> Iterator[Problem]:
     """Find layers whose running averages are far from the population statistics of the batches."""
     if e.batches < FEW:
         return
-    known = [(layer, s) for layer in e.layers if (s := layer.statistics) is not None and not _never_updated(layer)]
+    known = [
+        (layer, s)
+        for layer in e.layers
+        if (s := layer.statistics) is not None and not kinds.never_updated(layer.module)
+    ]
     for layer, s in sorted(known, key=lambda pair: -max(pair[1].mean_gap / MEAN_GAP, pair[1].var_gap / VAR_GAP)):
         reasons = []
         if s.mean_gap > max(MEAN_GAP, ERRORS * s.mean_error):
@@ -99,7 +103,7 @@ def stale_averages(e: Evidence) -> Iterator[Problem]:
 def never_updated(e: Evidence) -> Iterator[Problem]:
     """Find layers whose running averages have their initial values."""
     for layer in e.layers:
-        if layer.called and _never_updated(layer):
+        if layer.called and kinds.never_updated(layer.module):
             yield (
                 layer.path,
                 "its running averages have never been updated, so it does not normalize in evaluation mode",
@@ -394,12 +398,6 @@ def _subtracting(module: nn.Module, call: TracedCall) -> nn.Module | None:
     consumer = out.sole_consumer
     flat = not isinstance(module, nn.Linear) or len(out.shape) == 2
     return consumer.module if consumer is not None and flat and consumer.inputs[:1] == [out] else None
-
-
-def _never_updated(layer: Layer) -> bool:
-    count, mean, var = layer.module.num_batches_tracked, layer.module.running_mean, layer.module.running_var
-    initial = mean is not None and var is not None and bool((mean == 0).all() and (var == 1).all())
-    return initial and (count is None or not int(count))
 
 
 def _in_order_of_execution(e: Evidence) -> list[Layer]:

@@ -88,6 +88,13 @@ def returns_its_input(module: nn.Module) -> bool:
     return keeps_torch_forward(module) and (isinstance(module, nn.Identity) or is_in_place(module))
 
 
+def never_updated(layer: TorchBatchNorm) -> bool:
+    """Return whether a batch normalization layer has running averages with their initial values."""
+    count, mean, var = layer.num_batches_tracked, layer.running_mean, layer.running_var
+    initial = mean is not None and var is not None and bool((mean == 0).all() and (var == 1).all())
+    return initial and (count is None or not int(count))
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Return whether the module has forward or backward hooks, which may see or change its inputs and outputs."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

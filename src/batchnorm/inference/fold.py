@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 from .. import network_call
 from ..change_report import Site, VerbReport, attach
 from ..graph import Graph, trace
-from ..graph.kinds import Affine, base_type, has_hooks
+from ..graph.kinds import Affine, base_type, has_hooks, never_updated
 from ..graph.rewrite import restore_
 from ..graph.trace import READS
 from ..layers import BatchNorm
@@ -183,7 +183,16 @@ def _fold(
         f"Python code reads the values of a tensor ({call}), so the network may take other branches for other inputs"
         for call in graph.functions(*READS)
     ]
-    return result, VerbReport("fold", tuple(sites), difference, (*reads[:1], *_notes_on(forwards)))
+    notes = (*reads[:1], *_notes_on(forwards), *_notes_on_statistics(net))
+    return result, VerbReport("fold", tuple(sites), difference, notes)
+
+
+def _notes_on_statistics(net: nn.Module) -> list[str]:
+    untrained = sum(isinstance(m, TorchBatchNorm) and never_updated(m) for m in net.modules())
+    if not untrained:
+        return []
+    layers = "1 batch norm has" if untrained == 1 else f"{untrained} batch norms have"
+    return [f"{layers} never been updated: train the network, load its weights, or call bn.estimate_ first"]
 
 
 def _run(net: nn.Module, example: Any, forward: network_call.Forward | None) -> Graph:
