@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from networks import KEEP, ZOO, scramble_
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import batchnorm as bn
