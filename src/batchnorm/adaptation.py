@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
 from . import network_call
 from .change_report import attach
 from .errors import at_least
-from .network_copy import private_copy
+from .network_copy import isolated, private_copy
 from .population import estimate_
 
 
@@ -27,7 +26,7 @@ def adapt(
 
         E[x] <- (K E_new[x] + prior E_old[x]) / (K + prior), and the same for Var[x],
 
-    where K is the number of batches. ``net`` is not changed.
+    where K is the number of forward passes, one for each batch. ``net`` is not changed.
 
     Args:
         net: a trained network, with the statistics of its training data.
@@ -39,10 +38,12 @@ def adapt(
         The network, with a ``report`` that compares the old statistics with those of the new domain, layer by layer.
 
     Raises:
-        ValueError: if ``prior`` is negative or not finite, if the network cannot be copied, or for the same reasons as
-            in :func:`estimate_`.
+        ValueError: if ``prior`` is negative or not finite, if it is above 0 and old statistics are not finite, if the
+            network cannot be copied, if a copy still uses a part of the original, or for the same reasons as in
+            :func:`estimate_`.
         TypeError: if the network cannot be called on the batches; pass ``forward=`` to say how to call it.
 
+    >>> import torch
     >>> net = nn.Sequential(nn.BatchNorm1d(1))
     >>> adapt(net, [torch.tensor([[4.0], [8.0]])], prior=1.0)[0].running_mean  # halfway from 0 to 6
     tensor([3.])
@@ -56,11 +57,19 @@ def adapt(
         for name, m in new.named_modules()
         if isinstance(m, TorchBatchNorm) and m.running_mean is not None and m.running_var is not None
     }
-    report = estimate_(new, batches, forward=forward)
-    for layer in report.layers:
+    passes = 0
+
+    def call(new: nn.Module, batch: Any) -> Any:
+        nonlocal passes
+        passes += 1
+        with isolated(net, new, seed=passes):
+            return network_call.call(new, batch, forward)
+
+    report = estimate_(new, batches, forward=call)
+    for layer in report.layers if prior else ():
         found = new.get_submodule(layer.path)
-        weight = prior / (layer.batches + prior)
-        with torch.no_grad():
-            for key, before in zip(("running_mean", "running_var"), old[layer.path], strict=True):
-                getattr(found, key).lerp_(before, weight)
+        for key, before in zip(("running_mean", "running_var"), old[layer.path], strict=True):
+            if not before.isfinite().all():
+                raise ValueError(f"the old {key} of layer '{layer.path}' is not finite: use prior=0")
+            getattr(found, key).lerp_(before, prior / (passes + prior))
     return attach(new, report)

@@ -30,7 +30,7 @@ from . import collectives, network_call, ops
 from .change_report import LayerStatistics, Population, Site
 from .graph import TracedCall, trace
 from .graph.kinds import keeps_torch_forward
-from .layers import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d, Sync
+from .layers import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d, Renorm, Sync
 from .network_copy import restored
 from .ops.moments import AveragedMoments, MomentAccumulator, batch_moments, merge_averages
 from .progress import progress
@@ -129,7 +129,7 @@ def estimate_(
     layers, left_alone = _layers_to_estimate(net)
     functional = _FunctionalCalls(net)
     found: dict[TorchBatchNorm, AveragedMoments] = {}
-    with torch.no_grad(), network_call.eagerly(), restored(net):
+    with torch.no_grad(), network_call.eagerly(), restored(net), _without_renorm(layers):
         for module in net.modules():
             module.training = upstream == "batch" and module in layers
         passes = [layers] if upstream == "batch" or not layers else _by_depth(net, layers, batches, forward)
@@ -154,7 +154,7 @@ def estimate_(
             " not empty, that masks are not all False, and that the network calls its layers as layer(x), not as"
             " layer.forward(x)"
         )
-    compared = tuple(compare(path, m, found[m], rule) for m, path in layers.items() if m in found)
+    compared = tuple(_compare(path, m, found[m], rule) for m, path in layers.items() if m in found)
     unreached = [path for m, path in layers.items() if m not in found]
     left_alone += [
         Site(path, "left alone", "not called on these batches, or only on empty or fully masked inputs")
@@ -163,6 +163,20 @@ def estimate_(
     for layer, averages in found.items():
         _write(layer, averages, rule)
     return Population(compared, tuple(left_alone))
+
+
+@contextmanager
+def _without_renorm(layers: Layers) -> Iterator[None]:
+    """Inside the block, normalize by the batch alone; ``Renorm`` would correct toward the old running statistics."""
+    changed = [m for m in layers if isinstance(m, BatchNorm) and isinstance(m.statistics, Renorm)]
+    before = [m.statistics for m in changed]
+    for layer in changed:
+        layer.statistics = None
+    try:
+        yield
+    finally:
+        for layer, statistics in zip(changed, before, strict=True):
+            layer.statistics = statistics
 
 
 def _layers_to_estimate(net: nn.Module) -> tuple[Layers, list[Site]]:
@@ -446,7 +460,7 @@ def _running_module() -> nn.Module | None:
     return None
 
 
-def compare(path: str, layer: TorchBatchNorm, averages: AveragedMoments, rule: Rule) -> LayerStatistics:
+def _compare(path: str, layer: TorchBatchNorm, averages: AveragedMoments, rule: Rule) -> LayerStatistics:
     """Compare population statistics with the running averages that the layer holds."""
     mean, var = population_statistics(averages, rule)
     running_mean, running_var = layer.running_mean.cpu().double(), layer.running_var.cpu().double()  # type: ignore[union-attr]

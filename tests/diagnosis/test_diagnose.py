@@ -131,7 +131,10 @@ def test_a_fault_is_found_at_its_layer(fault, kind):
 def test_the_advice_for_stale_averages_helps():
     net = healthy()
     stale_averages(net)
-    assert "its running mean is off by 3 standard deviations" in rules(net)["stale_averages"].why
+    assert rules(net)["stale_averages"].why == (
+        "its running averages are off for 8 of 8 features: the mean by up to 3 standard deviations, the variance by a"
+        " factor of up to 1"
+    )
     bn.estimate_(net, data())
     assert not rules(net.train())
 
@@ -188,6 +191,22 @@ def test_batches_of_one_value(kind):
     net.eval()[0].eval()
     bn.freeze_(frozen := bn.convert(net, data()[0]).train())
     assert not rules(frozen, data(m=1))
+
+
+@pytest.mark.parametrize("p", [0.05, 0.01])
+def test_rare_values_are_not_stale(p):
+    net = nn.Sequential(bn.BatchNorm1d(512))
+    net[0].running_mean.fill_(p), net[0].running_var.fill_(p * (1 - p))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(5):
+        batches = [(torch.rand(64, 512, generator=generator) < p).float() for _ in range(10)]
+        assert "stale_averages" not in rules(net, batches)
+
+
+def test_a_variance_that_is_off():
+    net = healthy()
+    net.bn2.running_var *= 9
+    assert rules(net)["stale_averages"].why.endswith("the variance by a factor of up to 9")
 
 
 @pytest.mark.parametrize(("shifts", "found"), [((2, 2, 2, 2, 2), True), ((4, 0, 2, 3, 1), False)])
@@ -306,7 +325,7 @@ def test_frozen_statistics_are_compared_too():
     net = bn.convert(healthy(), data()[0])
     stale_averages(net)
     bn.freeze_(net)
-    assert rules(net)["stale_averages"].why.endswith("standard deviations, and it is frozen")
+    assert rules(net)["stale_averages"].why.endswith("by a factor of up to 1 (it is frozen)")
 
 
 def test_a_layer_that_train_leaves_in_evaluation_mode():

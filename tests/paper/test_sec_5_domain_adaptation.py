@@ -63,3 +63,42 @@ def test_statistics_are_averaged_as_stated():
     assert mixed.training
     with pytest.raises(ValueError, match="prior=-1: must be 0 or more"):
         bn.adapt(net, batches, prior=-1)
+
+
+def test_a_layer_that_is_called_twice():
+    class Twice(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x) + super().forward(x + 4)
+
+    net = Twice(nn.BatchNorm1d(3))
+    net[0].running_mean.fill_(10)
+    new = bn.adapt(net, [torch.randn(64, 3) for _ in range(3)])
+    mixed = bn.adapt(net, [torch.randn(64, 3) for _ in range(3)], prior=3)
+    torch.testing.assert_close(mixed[0].running_mean, (new[0].running_mean + 10) / 2, rtol=0.1, atol=0)
+
+
+def test_old_statistics_that_are_not_finite():
+    net = nn.Sequential(nn.BatchNorm1d(3))
+    net[0].running_mean.fill_(float("nan"))
+    assert bn.adapt(net, [torch.randn(8, 3)])[0].running_mean.isfinite().all()
+    with pytest.raises(ValueError, match="the old running_mean of layer '0' is not finite: use prior=0"):
+        bn.adapt(net, [torch.randn(8, 3)], prior=1)
+
+
+def test_the_original_is_never_run():
+    net, batches = nn.Sequential(nn.BatchNorm1d(3)), [torch.randn(8, 3)]
+    random = torch.get_rng_state()
+    with pytest.raises(ValueError, match="a copy of the network still uses"):
+        bn.adapt(net, batches, forward=lambda new, batch: net(batch))
+    assert net[0].num_batches_tracked == 0
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_renorm_does_not_pull_toward_the_old_statistics():
+    layers = [bn.BatchNorm1d(8, statistics=bn.Renorm()), nn.ReLU(), nn.Linear(8, 8)]
+    net = nn.Sequential(*layers, bn.BatchNorm1d(8, statistics=bn.Renorm()))
+    new = [torch.randn(64, 8) * 4 + 6 for _ in range(30)]
+    out = bn.adapt(net, new).eval()(torch.cat(new))
+    torch.testing.assert_close(out.mean(0), torch.zeros(8), rtol=0, atol=0.02)
+    torch.testing.assert_close(out.std(0), torch.ones(8), rtol=0.02, atol=0)
+    assert net[0].statistics == bn.Renorm()

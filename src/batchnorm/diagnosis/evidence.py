@@ -13,14 +13,12 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
 from .. import collectives, network_call
-from ..change_report import LayerStatistics
 from ..graph import Graph, trace
 from ..graph.kinds import keeps_torch_forward
 from ..layers import BatchNorm, Ghost, Sync
 from ..layers.norm_act import NormAct
 from ..network_copy import SharedWithOriginalError, isolated, private_copy
-from ..ops.moments import AveragedMoments, MomentAccumulator, batch_moments, merge_averages
-from ..population import compare
+from ..ops.moments import AveragedMoments, MomentAccumulator, batch_moments
 from ..progress import progress
 
 
@@ -76,14 +74,6 @@ class Layer:
         """The averaged moments of each call in a forward pass."""
         return [found for found in (moments.averages() for moments in self.inputs) if found is not None]
 
-    @property
-    def statistics(self) -> LayerStatistics | None:
-        """The comparison of its running averages with the population statistics, or None if there are none."""
-        averages = merge_averages(self.averages)
-        if averages is None or self.module.running_mean is None or averages.count <= averages.batches:
-            return None
-        return compare(self.path, self.module, averages, "paper")
-
     def watch(self, twin: nn.Module) -> None:
         """Record the calls of the layer's copy."""
         copied = twin.get_submodule(self.path)
@@ -109,6 +99,8 @@ class Layer:
         statistics = getattr(copied, "statistics", None)
         if isinstance(statistics, Sync):
             m *= collectives.world_size(statistics.group)
+        elif isinstance(copied, nn.SyncBatchNorm):
+            m *= collectives.world_size(copied.process_group)
         elif isinstance(statistics, Ghost):
             m /= statistics.groups(x, k)
         falls_back = getattr(copied, "on_single", "error") == "running"

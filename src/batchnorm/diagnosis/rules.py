@@ -8,22 +8,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from math import log
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
 from ..errors import listed
-from ..graph import Graph, TracedCall, Value, kinds
-from ..graph.kinds import has_hooks, is_affine, plain_name
+from ..graph import Graph, TracedCall, Value
+from ..graph.kinds import has_hooks, has_initial_statistics, is_affine, plain_name
 from ..layers import Ghost, Renorm
-from ..ops.moments import merge_averages
+from ..ops.moments import AveragedMoments, merge_averages
+from ..population import population_statistics
 from .evidence import Evidence, Layer
 
 MEAN_GAP = 0.25
 """The largest acceptable distance of a running mean from the population mean, in standard deviations."""
-VAR_GAP = 0.5
-"""The largest acceptable distance of a running variance from the population variance, relative to the latter."""
+FACTOR = 2
+"""The largest acceptable ratio of a running variance to the population variance, or of the latter to the former."""
+SHARE = 0.02
+"""The largest acceptable share of features whose running averages are stale."""
 ERRORS = 3
 """How many standard errors a gap must exceed, so that it is not due to the choice of batches."""
 FEW = 5
@@ -78,32 +82,57 @@ def single_value(e: Evidence) -> Iterator[Problem]:
 
 def stale_averages(e: Evidence) -> Iterator[Problem]:
     """Find layers whose running averages are far from the population statistics of the batches."""
-    if e.batches < FEW:
-        return
-    known = [
-        (layer, s)
-        for layer in e.layers
-        if (s := layer.statistics) is not None and not kinds.never_updated(layer.module)
-    ]
-    for layer, s in sorted(known, key=lambda pair: -max(pair[1].mean_gap / MEAN_GAP, pair[1].var_gap / VAR_GAP)):
-        reasons = []
-        if s.mean_gap > max(MEAN_GAP, ERRORS * s.mean_error):
-            reasons += [f"its running mean is off by {s.mean_gap:.2g} standard deviations"]
-        if s.var_gap > max(VAR_GAP, ERRORS * s.var_error):
-            reasons += [f"its running variance is off by {s.var_gap:.0%}"]
-        if reasons:
-            yield (
-                layer.path,
-                " and ".join(reasons) + (", and it is frozen" if layer.frozen else ""),
-                "call bn.estimate_(net, batches) before evaluation (for a frozen layer, after bn.unfreeze_); if the"
-                " network was just loaded, check that the batches are preprocessed as in its training",
+    found: list[tuple[float, Problem]] = []
+    for layer in e.layers:
+        averages = merge_averages(layer.averages)
+        if averages is None or averages.batches < FEW or e.batches < FEW or has_initial_statistics(layer.module):
+            continue
+        gap, factor, off, features = _gaps(layer, averages)
+        if off > SHARE * features:
+            why = (
+                f"its running averages are off for {off} of {features} features: the mean by up to {gap:.2g} standard"
+                f" deviations, the variance by a factor of up to {factor:.2g}{' (it is frozen)' * layer.frozen}"
             )
+            fix = (
+                "call bn.estimate_(net, batches) before evaluation (for a frozen layer, after bn.unfreeze_); if the"
+                " network was just loaded, check that the batches are preprocessed as in its training"
+            )
+            found.append((max(gap / MEAN_GAP, factor / FACTOR), (layer.path, why, fix)))
+    yield from (problem for _, problem in sorted(found, key=lambda pair: -pair[0]))
+
+
+def _gaps(layer: Layer, averages: AveragedMoments) -> tuple[float, float, int, int]:
+    """Compare running averages with the population.
+
+    Returns the largest gap of the mean, the largest ratio of the variances, how many features are off, and the number
+    of features.
+    """
+    undefined = averages.count == averages.batches  # every batch had only one value per feature
+    if layer.module.running_mean is None or layer.module.running_var is None or undefined:
+        return 0.0, 1.0, 0, 0
+    running_mean, running_var = layer.module.running_mean.cpu().double(), layer.module.running_var.cpu().double()
+    mean, var = population_statistics(averages, "paper")
+    # A few batches may lack rare values, so their own variance may be near 0.
+    scale = torch.maximum(var, running_var) + layer.module.eps
+    others = averages.batches - 1
+    # The more features there are, the further the largest of their errors is from 0.
+    sigmas = (ERRORS**2 + 2 * log(max(var.numel(), 1))) ** 0.5
+    mean_error = (torch.maximum(averages.mean_spread / others, running_var / averages.count) / scale).sqrt()
+    mean_gap = (running_mean - mean).abs() / scale.sqrt()
+    var_error = (averages.var_spread / others).sqrt() / scale
+    var_gap = (running_var - var).abs() / scale
+    off = mean_gap > (sigmas * mean_error).clamp(min=MEAN_GAP)
+    off |= var_gap > (sigmas * var_error).clamp(min=1 - 1 / FACTOR)
+    if not off.any():
+        return 0.0, 1.0, 0, off.numel()
+    factor = scale / (torch.minimum(var, running_var) + layer.module.eps)
+    return float(mean_gap[off].max()), float(factor[off].max()), int(off.sum()), off.numel()
 
 
 def never_updated(e: Evidence) -> Iterator[Problem]:
     """Find layers whose running averages have their initial values."""
     for layer in e.layers:
-        if layer.called and kinds.never_updated(layer.module):
+        if layer.called and has_initial_statistics(layer.module):
             yield (
                 layer.path,
                 "its running averages have never been updated, so it does not normalize in evaluation mode",

@@ -88,7 +88,7 @@ def returns_its_input(module: nn.Module) -> bool:
     return keeps_torch_forward(module) and (isinstance(module, nn.Identity) or is_in_place(module))
 
 
-def never_updated(layer: TorchBatchNorm) -> bool:
+def has_initial_statistics(layer: TorchBatchNorm) -> bool:
     """Return whether a batch normalization layer has running averages with their initial values."""
     count, mean, var = layer.num_batches_tracked, layer.running_mean, layer.running_var
     initial = mean is not None and var is not None and bool((mean == 0).all() and (var == 1).all())

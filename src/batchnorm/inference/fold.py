@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 from .. import network_call
 from ..change_report import Site, VerbReport, attach
 from ..graph import Graph, trace
-from ..graph.kinds import Affine, base_type, has_hooks, never_updated
+from ..graph.kinds import Affine, base_type, has_hooks, has_initial_statistics
 from ..graph.rewrite import restore_
 from ..graph.trace import READS
 from ..layers import BatchNorm
@@ -188,7 +188,7 @@ def _fold(
 
 
 def _notes_on_statistics(net: nn.Module) -> list[str]:
-    untrained = sum(isinstance(m, TorchBatchNorm) and never_updated(m) for m in net.modules())
+    untrained = sum(isinstance(m, TorchBatchNorm) and has_initial_statistics(m) for m in net.modules())
     if not untrained:
         return []
     layers = "1 batch norm has" if untrained == 1 else f"{untrained} batch norms have"
