@@ -60,20 +60,8 @@ def emulation(shared_folder):
         return None
 
 
-ON_DEVICE = torch.cuda.is_available()
-
-
 @pytest.fixture(
-    params=[
-        pytest.param(
-            "cpu",
-            marks=[
-                pytest.mark.triton,
-                pytest.mark.skipif(ON_DEVICE, reason="compiled, not interpreted, on this machine"),
-            ],
-        ),
-        pytest.param("cuda", marks=pytest.mark.gpu),
-    ]
+    params=[pytest.param("cpu", marks=pytest.mark.interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
 )
 def device(request):
     """Return the device for Triton's kernels: a GPU if there is one, or the CPU, where they are interpreted."""
@@ -108,16 +96,17 @@ def missing():
     """Yield the marks of tests that cannot run on this machine, each with the reason."""
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     headers = Path(sysconfig.get_path("include"), "Python.h")
-    if not torch.cuda.is_available():
-        yield "gpu", "needs a CUDA device"
+    gpu = torch.cuda.is_available()
+    yield ("interpreted", "has a GPU, which runs these kernels") if gpu else ("gpu", "needs a CUDA device")
     if shutil.which(compiler) is None or not headers.exists():
         yield "inductor", "torch.compile needs a C++ compiler and Python's headers"
     if " " in torch.__file__:
         yield "inductor", "torch.compile cannot link torch's libraries from a path with a space"
     if find_spec("triton") is None:
-        yield "triton", "needs Triton"
-    elif not torch.cuda.is_available() and Version(version("triton")) >= Version("3.7"):
-        yield "triton", "Triton 3.7's interpreter fails on these kernels, and there is no GPU to compile them for"
+        yield from ((mark, "needs Triton") for mark in ("triton", "interpreted"))
+    elif not gpu and Version(version("triton")) >= Version("3.7"):
+        reason = "Triton 3.7's interpreter fails on these kernels, and there is no GPU to compile them for"
+        yield from ((mark, reason) for mark in ("triton", "interpreted"))
 
 
 def pytest_collection_modifyitems(items):

@@ -210,7 +210,8 @@ def go_backwards(whole):
         (cut_in_a_header, r"ends at byte 2,148 without an end-of-archive marker"),
         (damage_a_header, r"the header at byte 2,048 is damaged"),
         (concatenate, r"data follows the end-of-archive marker"),
-        (go_backwards, r"the size of member '1.txt' is negative or exceeds the file"),
+        # Newer versions of tarfile notice a negative size themselves.
+        (go_backwards, r"(the size of member '1.txt' is negative or exceeds the file|header at byte 2,048 is damaged)"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -25,7 +25,9 @@ def test_the_kernel_writes_what_torch_does(device, shape, layout):
     torch.testing.assert_close(blocks.movedim(-1, 1).cpu(), expected, rtol=2**-7, atol=0)
 
 
-@pytest.fixture(params=[pytest.param("cpu", marks=pytest.mark.triton), pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(
+    params=[pytest.param("cpu", marks=pytest.mark.interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
 def usable(request, emulation, monkeypatch):
     """Where pixel_blocks.cu runs: emulated on the CPU, or on a GPU."""
     if request.param == "cpu":

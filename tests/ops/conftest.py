@@ -3,7 +3,9 @@ import pytest
 from batchnorm.ops.cuda import driver, grouped, resident
 
 
-@pytest.fixture(params=[pytest.param("cpu", marks=pytest.mark.triton), pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(
+    params=[pytest.param("cpu", marks=pytest.mark.interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
 def resident_device(request, emulation, monkeypatch):
     """Return each device for resident.cu: the CPU, where it is emulated, and a GPU if there is one."""
     caches = (resident._kernel, resident.prepared, grouped._prepared)  # read now, before tests patch them

@@ -1,6 +1,7 @@
 """Test the launch cache: launches share an entry unless Triton would compile them separately."""
 
 import ctypes
+import threading
 
 import pytest
 import torch
@@ -90,6 +91,22 @@ def test_compiled_kernels_are_launched_by_the_driver():
 
 
 @pytest.mark.gpu
+def test_a_thread_that_has_not_used_cuda_yet():
+    # Autograd's threads are such threads if a backward pass starts with one of our kernels.
+    x, activation, found = torch.randn(4, 8, 6, 6, device="cuda"), Activation("relu"), []
+    y, stats, _ = launch.forward(Call(x, activation=activation))
+
+    def recompute():
+        found.append(launch.recompute(x, None, stats, activation))
+
+    recompute()  # Triton compiles the kernel
+    thread = threading.Thread(target=recompute)
+    thread.start()
+    thread.join()
+    torch.testing.assert_close(found, [y, y], rtol=0, atol=0)
+
+
+@pytest.mark.gpu
 def test_kept_memory_comes_from_no_pool_of_the_user():
     pool = torch.cuda.MemPool()
     with torch.cuda.use_mem_pool(pool):
@@ -118,7 +135,7 @@ class Special(torch.nn.Parameter):
     pass
 
 
-@pytest.mark.triton
+@pytest.mark.interpreted
 def test_who_watches_sees_one_operator():
     x = torch.randn(4, 3, requires_grad=True)
     with Watch() as watch:
@@ -140,7 +157,7 @@ def test_is_unseen():
     assert seen == [False]
 
 
-@pytest.mark.triton
+@pytest.mark.interpreted
 def test_a_layers_way_gives_what_the_general_one_gives():
     x, r = (torch.randn(6, 5, 4, 4, requires_grad=True) for _ in range(2))
     gamma, beta = (torch.randn(5, requires_grad=True) for _ in range(2))

@@ -454,15 +454,13 @@ def test_sparse_and_integer_tensors_are_kept_as_they_are():
     assert table.weight.grad.is_sparse
 
 
-@pytest.mark.triton
 @INTERPRETED
 @pytest.mark.parametrize("layout", ["first", "last"])
 @pytest.mark.parametrize("has_residual", [False, True])
 @pytest.mark.parametrize(
     "activation", ["relu", *(pytest.param(n, marks=pytest.mark.slow) for n in ("leaky_relu", "silu"))]
 )
-def test_fused_kernels_compute_the_same_bits_again(layout, has_residual, activation):
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+def test_fused_kernels_compute_the_same_bits_again(layout, has_residual, activation, device):
     x = torch.randn(3, 4, 4, 4, device=device) + 5
     x = (x.movedim(1, -1).contiguous().movedim(-1, 1) if layout == "last" else x).requires_grad_()
     gamma, beta = (torch.randn(4, device=device, requires_grad=True) for _ in range(2))

@@ -223,8 +223,7 @@ def test_running_averages(device, layout):
     assert int(running[3]) == 1
 
 
-@pytest.mark.triton
-@pytest.mark.skipif(torch.cuda.is_available(), reason="compiled, not interpreted, on this machine")
+@pytest.mark.interpreted
 @pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 def test_a_launch_that_the_device_refuses_is_left_to_the_others(monkeypatch):
     class Refusing:

@@ -122,7 +122,8 @@ def peak(call: Callable[[], Any], device: torch.device) -> tuple[int, int]:
         return found
     gc.collect()  # otherwise, garbage that is freed during the call would be subtracted from the count
     activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+    # Without acc_events, a second profile in the same process makes torch 2.11 warn.
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
         result = call()
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     del result

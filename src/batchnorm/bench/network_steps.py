@@ -207,7 +207,7 @@ def _as_used(net: nn.Module, mode: Mode, images: Tensor) -> tuple[Any, Tensor]:
                 for name, block in list(stage.named_children()) if isinstance(stage, nn.Sequential) else ():
                     setattr(stage, name, checkpoint_wrapper(block))
         case "ddp" | "fsdp2":
-            from torch.distributed import HashStore  # type: ignore[attr-defined]
+            from torch.distributed import HashStore, init_device_mesh  # type: ignore[attr-defined]
 
             if not torch.distributed.is_initialized():
                 kind = "nccl" if images.is_cuda else "gloo"
@@ -216,7 +216,8 @@ def _as_used(net: nn.Module, mode: Mode, images: Tensor) -> tuple[Any, Tensor]:
                 return nn.parallel.DistributedDataParallel(net), images
             # FSDP2 rejects parameters that are not contiguous.
             net = net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
-            torch.distributed.fsdp.fully_shard(net)
+            # By default, FSDP2 would use the GPU if there is one, even for a network on the CPU.
+            torch.distributed.fsdp.fully_shard(net, mesh=init_device_mesh(images.device.type, (1,)))
     return net, images
 
 

@@ -32,7 +32,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .. import composite
@@ -122,7 +121,8 @@ def normalize(call: Call, mean: Tensor, var: Tensor) -> Tensor:
     if wanted or rounds or not bool((mean.square() <= torch_kernels.CONDITION**2 * (var + eps)).all()):
         return composite.normalize(call, mean, var)
     gamma, beta = (None if v is None else v.to(dtype) for v in (gamma, beta))
-    y = F.batch_norm(flatten(x, x), mean, var, gamma, beta, training=False, eps=eps)
+    # Not F.batch_norm, because torch 2.11's raises an error if eps is 0.
+    y = torch.batch_norm(flatten(x, x), gamma, beta, mean, var, False, 0.0, eps, False)
     if residual is not None:
         y = y.add_(flatten(residual, x))
     return unflatten(activation(y) if y.requires_grad else apply_(activation, y), x)

@@ -14,7 +14,6 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import is_compiling
 
@@ -146,12 +145,14 @@ def normalize(call: Call, mean: Tensor, var: Tensor) -> Tensor:
     if not torch.is_grad_enabled() or not _any_requires_grad(x, gamma, beta, residual, mean, var):
         y = launch.normalize(call, mean, var)
         return composite.normalize(call, mean, var) if y is None else y
-    # Whether F.batch_norm would round BN(x) to 16 bits before the residual is added.
+    # Whether torch.batch_norm would round BN(x) to 16 bits before the residual is added.
     rounds = residual is not None and x.dtype.itemsize < 4
     if rounds or mean.requires_grad or var.requires_grad:
         return composite.normalize(call, mean, var)
     gamma, beta = (None if v is None else v.float() for v in (gamma, beta))
-    y = F.batch_norm(x, mean.float(), var.float(), gamma, beta, training=False, eps=eps)
+    # Not F.batch_norm, because torch 2.11's raises an error if eps is 0.
+    cudnn = torch.backends.cudnn.enabled
+    y = torch.batch_norm(x, gamma, beta, mean.float(), var.float(), False, 0.0, eps, cudnn)
     return activation(y if residual is None else y + residual.to(y.dtype))
 
 

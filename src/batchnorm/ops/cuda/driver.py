@@ -19,10 +19,13 @@ from .. import compile_cache
 
 _DYNAMIC_SHARED_MEMORY = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
-
 # The driver returns one of these errors if the device cannot run a launch: CUDA_ERROR_LAUNCH_OUT_OF_RESOURCES,
 # CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE or CUDA_ERROR_NOT_SUPPORTED
 _REFUSALS = (701, 720, 801)
+
+# The driver returns this error if the current thread has no CUDA context: CUDA_ERROR_INVALID_CONTEXT. Autograd runs
+# backward passes on threads of its own, which have no context until torch calls the CUDA runtime there.
+_NO_CONTEXT = 201
 
 
 class Refused(RuntimeError):
@@ -114,7 +117,11 @@ class Kernel:
                 self(programs, arguments, stream)
             return
         rest = () if self.cooperative else (None,)
-        result = self.run(self.function, programs, 1, 1, self.threads, 1, 1, self.shared, stream, arguments, *rest)
+        given = (self.function, programs, 1, 1, self.threads, 1, 1, self.shared, stream, arguments, *rest)
+        result = self.run(*given)
+        if result == _NO_CONTEXT:
+            _use_context_of(self.device)
+            result = self.run(*given)
         if result:
             check(result)
 
@@ -167,6 +174,14 @@ def load(
         check(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
         check(driver.cuFuncSetAttribute(function, _DYNAMIC_SHARED_MEMORY, shared))
     return Kernel(function.value or 0, threads, shared, device.index, cooperative=cooperative)
+
+
+def _use_context_of(device: int) -> None:
+    """Make the context that torch uses on a device the current thread's context."""
+    driver, handle, context = library(), ctypes.c_int(), ctypes.c_void_p()
+    check(driver.cuDeviceGet(ctypes.byref(handle), device))
+    check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle))
+    check(driver.cuCtxSetCurrent(context))
 
 
 @cache
