@@ -102,11 +102,15 @@ def missing():
         yield "inductor", "torch.compile needs a C++ compiler and Python's headers"
     if " " in torch.__file__:
         yield "inductor", "torch.compile cannot link torch's libraries from a path with a space"
+    reason = None
     if find_spec("triton") is None:
-        yield from ((mark, "needs Triton") for mark in ("triton", "interpreted"))
+        reason = "needs Triton"
     elif not gpu and Version(version("triton")) >= Version("3.7"):
         reason = "Triton 3.7's interpreter fails on these kernels, and there is no GPU to compile them for"
-        yield from ((mark, reason) for mark in ("triton", "interpreted"))
+    elif not gpu and Version(version("numpy")) >= Version("2.4"):
+        reason = "Triton's interpreter needs numpy < 2.4, and there is no GPU to compile these kernels for"
+    if reason is not None:
+        yield from (("triton", reason), ("interpreted", reason))
 
 
 def pytest_collection_modifyitems(items):
