@@ -18,7 +18,6 @@ WORDS = {
     "insert": ("layer", "inserted", "normalized"),
 }
 LISTED = 10
-NO_TRAINING = "the network does not run in training mode on this example, so only evaluation mode was checked"
 
 
 @dataclass(frozen=True)

@@ -186,7 +186,7 @@ COMMANDS = {
     "bench networks": Command(
         "batchnorm.bench.networks:networks",
         "time training steps of real networks before and after conversion",
-        "--networks torchvision/resnet50 mynet:build --modes eager graph --batches 64",
+        "--networks torchvision:resnet50 mynet:build --modes eager graph --batches 64",
     ),
     "bench learning": Command(
         "batchnorm.bench.learning:learning",

@@ -16,8 +16,7 @@ from typing import Any
 
 from torch import nn
 
-# Matches torchvision:NAME and timm:NAME. The rows of the result files have a slash instead of the colon.
-_LIBRARY = re.compile(r"(torchvision|timm)[:/]([\w.-]+)")
+_LIBRARY = re.compile(r"(torchvision|timm):([\w.-]+)")
 # Without init_weights=True, these networks warn that their default initialization will change.
 _INIT_WEIGHTS = ("googlenet", "inception_v3")
 
@@ -65,6 +64,13 @@ def make_network(name: str, classes: int | None = None) -> tuple[nn.Module, Any]
     if not isinstance(net, nn.Module):
         raise ValueError(f"{name} returned {type(net).__name__}, not a torch.nn.Module")
     return net, example
+
+
+def check_file(name: str) -> None:
+    """Raise ValueError if the name is FILE.py:FUNCTION and there is no such file."""
+    source = Path(name.rpartition(":")[0])
+    if source.suffix == ".py" and not source.is_file():
+        raise ValueError(f"cannot make a network from {name}: {_no_file(source)}")
 
 
 def is_of_library(name: str) -> bool:
@@ -124,10 +130,14 @@ def _from_library(library: str, name: str, classes: int | None) -> nn.Module:
         raise ValueError(f"cannot make {library}'s {name}: {str(error).partition(chr(10))[0]}{hint}") from error
 
 
+def _no_file(path: Path) -> str:
+    return f"{path.resolve()} is not a file; relative paths are resolved from the current folder"
+
+
 def _import_file(path: Path) -> Any:
     path = path.resolve()
     if not path.is_file():
-        raise ImportError(f"{path} is not a file; relative paths are resolved from the current folder")
+        raise ImportError(_no_file(path))
     # Add a digest of the path to the module's name. Otherwise files of the same name in different folders would replace
     # each other in sys.modules.
     name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"

@@ -212,7 +212,7 @@ def test_intervals_hold_the_median_as_often_as_they_say():
     assert median_interval(range(20)) == (9.5, 5, 14)
 
 
-def row(network="torchvision/resnet50", mode="eager", batch=256, speedup=1.0, **changed):
+def row(network="torchvision:resnet50", mode="eager", batch=256, speedup=1.0, **changed):
     return {
         "network": network, "mode": mode, "batch": batch, "examples": batch, "speedup": speedup,
         "interval": [speedup - 0.01, speedup + 0.01], "stock_peak_bytes": 100, "ours_peak_bytes": 101,
@@ -224,7 +224,7 @@ def row(network="torchvision/resnet50", mode="eager", batch=256, speedup=1.0, **
 def test_bars():
     rows = [
         row(speedup=1.5),
-        row("timm/resnet50", speedup=1.2, ours_peak_bytes=110),
+        row("timm:resnet50", speedup=1.2, ours_peak_bytes=110),
         row(batch=32, speedup=0.9),
         row(mode="compiled", speedup=1.2),
         row(mode="graph", failed="no"),
@@ -237,8 +237,8 @@ def test_bars():
         "torch.compile: speedup, geometric mean": (1.2, True),
         "torch.compile(backend='batchnorm'): speedup, geometric mean": (None, None),
         "CUDA graph: speedup, geometric mean": (None, None),
-        "torchvision/resnet50, eager, batch 256: time relative to stock's": (0.667, True),
-        "torchvision/resnet50, torch.compile, batch 256: speedup, geometric mean": (1.2, True),
+        "torchvision:resnet50, eager, batch 256: time relative to stock's": (0.667, True),
+        "torchvision:resnet50, torch.compile, batch 256: speedup, geometric mean": (1.2, True),
         "eager: peak memory relative to stock's, worst": (1.1, False),
         "torch.compile: peak memory relative to stock's, worst": (1.01, True),
         "torch.compile: CPU time to compile relative to stock's, worst": (1.1, True),

@@ -12,15 +12,15 @@ EXPLAINED = (
 
 def write(folder, *more):
     row = {
-        "network": "torchvision/resnet50", "mode": "eager", "batch": 256, "examples": 256, "speedup": 1.304,
+        "network": "torchvision:resnet50", "mode": "eager", "batch": 256, "examples": 256, "speedup": 1.304,
         "interval": [1.29, 1.31],
     }  # fmt: skip
     rows = [
         row,
         {**row, "batch": 32, "examples": 32, "speedup": 0.9},
         {**row, "mode": "graph", "examples": 128, "speedup": 1.5},
-        {**row, "network": "timm/resnet50", "speedup": 1.4, "interval": [0.9, 1.8]},
-        {"network": "torchvision/resnet18", "mode": "eager", "batch": 256, "failed": "the loss | differs"},
+        {**row, "network": "timm:resnet50", "speedup": 1.4, "interval": [0.9, 1.8]},
+        {"network": "torchvision:resnet18", "mode": "eager", "batch": 256, "failed": "the loss | differs"},
         *({**row, **one} for one in more),
     ]
     bar = {"what": "eager", "wanted": 1.3, "measured": 1.304, "at_least": True, "reached": True}

@@ -380,7 +380,7 @@ def test_a_network_whose_training_needs_more_than_the_example():
 
     inserted = bn.insert(Targets(), torch.randn(4, 3))
     assert inserted.report.paths("inserted") == ["body"]
-    assert "does not run in training mode" in inserted.report.notes[0]
+    assert "training mode fails on this example: 'NoneType' object is not subscriptable" in inserted.report.notes[0]
 
 
 def test_weight_norm_stays():

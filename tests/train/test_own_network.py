@@ -316,3 +316,8 @@ def test_how_long_it_will_take_is_said_after_a_hundred_steps(data, source, tmp_p
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("about ")]
     assert len(said) == 1
     assert said[0].endswith("left for 20 steps")
+
+
+def test_a_missing_file_is_reported_before_the_images_are_listed(tmp_path, capsys):
+    assert main(["train", "--network", "mynte.py:build", "--data", str(tmp_path / "absent")]) == 2
+    assert "mynte.py is not a file" in capsys.readouterr().err

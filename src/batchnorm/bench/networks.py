@@ -57,14 +57,14 @@ from .network_steps import (
 
 QUESTION = "speedup of a converted network's training step over the stock network's"
 NETWORKS = (
-    "torchvision/resnet50",
-    "torchvision/resnet18",
-    "torchvision/mobilenet_v3_large",
-    "torchvision/efficientnet_b0",
-    "timm/resnet50",
-    "torchvision/regnet_y_400mf",
-    "torchvision/googlenet",
-    "torchvision/densenet121",
+    "torchvision:resnet50",
+    "torchvision:resnet18",
+    "torchvision:mobilenet_v3_large",
+    "torchvision:efficientnet_b0",
+    "timm:resnet50",
+    "torchvision:regnet_y_400mf",
+    "torchvision:googlenet",
+    "torchvision:densenet121",
 )
 SOURCE = Path(__file__).parents[1]
 MEASURED = ("ops", "layers", "graph", "surgery", "network_call.py", "network_copy.py")  # code that affects the times
@@ -76,7 +76,7 @@ Layout = tuple[Sequence[int], Sequence[tuple[Mode, ...]]]  # batch sizes, and tu
 def bars(rows: Iterable[Row], device: str) -> list[Bar]:
     """Check measured rows against the goals for converted networks on an H200, or on a CPU.
 
-    >>> row = {"network": "torchvision/resnet50", "mode": "eager", "batch": 8, "speedup": 1.25}
+    >>> row = {"network": "torchvision:resnet50", "mode": "eager", "batch": 8, "speedup": 1.25}
     >>> for bar in bars([row], "cpu"):
     ...     print(bar.line())
     time relative to stock's, geometric mean: 0.800, goal at most 0.9, 1 rows: reached
@@ -205,8 +205,8 @@ def one_per_mode(job: NetworkJob) -> list[NetworkJob]:
 
     The new jobs can compile in parallel, but each of them compiles the stock network again.
 
-    >>> one_per_mode(NetworkJob("timm/resnet50", (Measurement(32, ("compiled", "backend")),)))[1]
-    NetworkJob(network='timm/resnet50', units=(Measurement(batch=32, modes=('backend',)),))
+    >>> one_per_mode(NetworkJob("timm:resnet50", (Measurement(32, ("compiled", "backend")),)))[1]
+    NetworkJob(network='timm:resnet50', units=(Measurement(batch=32, modes=('backend',)),))
     """
     units = [unit for unit in job.units if unit.modes[0] in COMPILING]
     split = [NetworkJob(job.network, (Measurement(unit.batch, (mode,)),)) for unit in units for mode in unit.modes]
@@ -367,8 +367,6 @@ def networks(
         JobsFailedError: if a row failed; the other rows are written.
     """
     end = time.monotonic() + 60 * minutes
-    # In result files, the names of torchvision's and timm's networks have a slash instead of the colon.
-    networks = tuple(name.replace(":", "/") if is_of_library(name) else name for name in networks)
     device = find_device(device).type
     modes = modes or (("eager", "graph", *COMPILED_TOGETHER) if device == "cuda" else ("eager",))
     batches = batches or ((256, 32) if device == "cuda" else (8,))
@@ -415,7 +413,7 @@ def _check(networks: Sequence[str], modes: Sequence[Mode], device: str, **number
     for name in networks:
         if not is_of_library(name) and not name.partition(":")[2]:
             raise ValueError(f"'{name}' is not a network: give torchvision:NAME, timm:NAME or MODULE:FUNCTION")
-        library = name.partition("/")[0]
+        library = name.partition(":")[0]
         if library in ("torchvision", "timm") and find_spec(library) is None:
             raise ValueError(f"{name} needs {library}, which is not installed; run: pip install {library}")
     at_least(1, **numbers)

@@ -66,21 +66,25 @@ def trace(
     return Graph(recorder.calls, {tensors[k]: v for k, v in recorder.values.items() if k in tensors})
 
 
-def trace_modes(net: nn.Module, example: Any, forward: network_call.Forward | None) -> list[Graph]:
+def trace_modes(
+    net: nn.Module, example: Any, forward: network_call.Forward | None
+) -> tuple[list[Graph], tuple[str, ...]]:
     """Trace the network in evaluation mode, and also in training mode if that works on the example.
+
+    Return the graphs, and a note for the report that says why training mode fails, if it does.
 
     Raises:
         SharedWithOriginalError: if the copy that is traced uses a part of the original network.
     """
     evaluation = trace(net, example, forward, training=False)
     try:
-        return [evaluation, trace(net, example, forward, training=True)]
+        return [evaluation, trace(net, example, forward, training=True)], ()
     except SharedWithOriginalError:
         raise
-    except Exception:
-        # Training mode may fail on this example: BN may get only one value per feature, SyncBatchNorm may lack a GPU,
-        # or the network may need targets.
-        return [evaluation]
+    except Exception as error:
+        # For example, BN gets only one value per feature, SyncBatchNorm lacks a GPU, or the network needs targets.
+        why = str(error).partition("\n")[0] or type(error).__name__
+        return [evaluation], (f"only evaluation mode was checked, because training mode fails on this example: {why}",)
 
 
 def _call(net: nn.Module, example: Any, forward: network_call.Forward | None) -> Any:

@@ -24,7 +24,7 @@ def alternatives(results: Path) -> str:
     faster = {
         row["mode"]: f"ResNet-50 trains [{row['speedup']:.2f} times as fast](results/{NETWORKS})"
         for row in result["rows"]
-        if (row["network"], row["batch"]) == ("torchvision/resnet50", 256) and "failed" not in row
+        if (row["network"], row["batch"]) == ("torchvision:resnet50", 256) and "failed" not in row
     }
     eager = f": an eager {faster['eager']} (bf16, batch 256, H200)" if "eager" in faster else ""
     compiled = f": with them, a compiled {faster['backend']}" if "backend" in faster else ""
@@ -98,8 +98,8 @@ def networks(results: Path) -> str:
 
 def _short(name: str, names: list[str]) -> str:
     """Return a network's name, with its library only if two libraries have a network of that name."""
-    library, _, short = name.rpartition("/")
-    return f"{short} ({library})" if sum(n.endswith(f"/{short}") for n in names) > 1 else short
+    library, _, short = name.rpartition(":")
+    return f"{short} ({library})" if sum(n.endswith(f":{short}") for n in names) > 1 else short
 
 
 def _speedup(row: Result | None) -> str:
@@ -158,9 +158,9 @@ def _cpu(r: Result) -> str:
             for row in r["rows"]
             if row["level"] == "layers" and row["activation"] == activation
         ]
-        return f"{statistics.geometric_mean(ratios):.2f}x torch.nn's time (worst {max(ratios):.2f}x)"
+        return f"{1 / statistics.geometric_mean(ratios):.2f} (worst {1 / max(ratios):.2f})"
 
-    return f"BN+ReLU takes {over_torch('relu')}, BN alone {over_torch('none')}"
+    return f"BN+ReLU {over_torch('relu')}, BN {over_torch('none')} times as fast as torch.nn"
 
 
 def _kernels(r: Result) -> str:
@@ -181,8 +181,8 @@ def _host(r: Result) -> str:
     ratios = {
         name: [row["ratio"] for row in r["rows"] if row["call"] == name] for name in ("BN", "BN+ReLU", "BN+add+ReLU")
     }
-    means = (f"{name} {statistics.geometric_mean(found):.2f}x" for name, found in ratios.items())
-    return f"{', '.join(means)} torch.nn's time (worst {max(map(max, ratios.values())):.2f}x)"
+    means = (f"{name} {1 / statistics.geometric_mean(found):.2f}" for name, found in ratios.items())
+    return f"{', '.join(means)} times as fast as torch.nn (worst {1 / max(map(max, ratios.values())):.2f})"
 
 
 def _cpu_networks(r: Result) -> str:

@@ -13,7 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 from torch.nn.utils import parametrize
 
 from .. import collectives, network_call
-from ..change_report import NO_TRAINING, Site, VerbReport, attach
+from ..change_report import Site, VerbReport, attach
 from ..graph import Graph, trace_modes
 from ..graph.rewrite import Rewritten, arguments_in, restore_, restore_unused_, restore_wrong_, rewrite_
 from ..layers import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d, Sync
@@ -108,7 +108,7 @@ def convert(
         raise TypeError(f"statistics must be a value such as Sync(), Ghost(32) or Renorm(), not {statistics!r}")
     with _ALONE, Steps("convert", total=9, hidden=collectives.rank() > 0) as step:
         step("tracing the network")
-        graphs = trace_modes(net, example, forward)
+        graphs, missing = trace_modes(net, example, forward)
         modes = dict(zip((False, True), graphs, strict=False))
         layers, refused = _convertible(net, graphs[0])
         fused, unfused = activations_after(net, graphs, [m for m in layers if _has_room(m, graphs)])
@@ -124,7 +124,7 @@ def convert(
         result = copy_with(net, makers)
         restore_(result)
         done: dict[str, Rewritten] = {}
-        notes = [NO_TRAINING] if len(graphs) == 1 else []
+        notes = list(missing)
         if rewrite:
             step("recording the arguments of the modules")
             calls = {mode: arguments_in(result, example, forward, training=mode) for mode in modes}

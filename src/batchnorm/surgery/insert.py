@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import network_call
-from ..change_report import NO_TRAINING, Site, VerbReport, attach
+from ..change_report import Site, VerbReport, attach
 from ..graph import trace_modes
 from ..layers import BatchNorm, BatchNorm1d
 from ..layers.normalized import Normalized
@@ -88,7 +88,7 @@ def insert(
         raise ValueError(f"placement={placement!r} is unknown: choose 'before' or 'after'")
     if init == "identity" and batches is None:
         raise ValueError("init='identity' computes E[x] and Var[x] from data: pass batches=")
-    graphs = trace_modes(net, example, forward)
+    graphs, notes = trace_modes(net, example, forward)
     find = affine_places if placement == "before" else activation_places
     places, sites = _select(find(net, graphs), where)
     norms = {place: _norm(place, per_activation) for place in places}
@@ -106,7 +106,7 @@ def insert(
         shared = f", shared by {place.calls} calls" if place.calls > 1 else ""
         done[place.path] = Site(place.path, f"inserted {type(norm).__name__}({norm.num_features}){shared}")
     listed = tuple(done.get(site.path, site) for site in sites)
-    return attach(result, VerbReport("insert", listed, error, () if len(graphs) > 1 else (NO_TRAINING,)))
+    return attach(result, VerbReport("insert", listed, error, notes))
 
 
 def _select(candidates: Iterable[Candidate], where: Where | None) -> tuple[list[Place], list[Site]]:

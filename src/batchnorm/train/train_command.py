@@ -17,6 +17,7 @@ from ..jobs import Stopped
 from ..models import describe as describe_network
 from ..models.bn_inception.network import early_strides_note
 from ..models.description import claims
+from ..network_factory import check_file
 from ..optional_packages import check_installed
 from .distributed import find_device
 from .loop import train as train_recipe
@@ -127,11 +128,13 @@ def train(
 
 
 def check_before_training(recipe: Recipe, options: Options) -> tuple[int, str | None]:
-    """Check --graph, --tensorboard and the images; return the number of classes, and a note if images are small."""
+    """Check the options and the images; return the number of classes, and a note if the images are small."""
     if options.graph and find_device(options.device).type != "cuda":
         raise ValueError("--graph True captures CUDA graphs, but this run is on the CPU: remove that option")
     if options.tensorboard:
         check_installed("tensorboard")
+    if recipe.factory:  # check the name first, because listing the images may take long
+        check_file(recipe.factory)
     sources = {split: open_source(options.data, split) for split in training_splits(options.data, recipe.validate)}
     for split, source in sources.items():
         check_complete(source, options.data, split)
