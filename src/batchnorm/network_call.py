@@ -87,9 +87,9 @@ def call(net: nn.Module, batch: Any, forward: Forward | None = None) -> Any:
         else:
             called, working = "net(batch[0])", "net(*batch)"
         raise TypeError(
-            f"the network cannot be called as {called} on a batch of type {type(batch).__name__}: {form}; pass a dict"
-            " with exactly the inputs that the network takes, by name, or, if the function that you called has a"
-            f" forward= argument, say how to call the network: forward=lambda net, batch: {working}"
+            f"the network cannot be called as {called} on a batch of type {type(batch).__name__}: {form}. Pass a dict"
+            " that maps the names of the network's inputs to their values. If the function that you called has a"
+            f" forward= argument, you can instead say how to call the network: forward=lambda net, batch: {working}"
         ) from error
 
 

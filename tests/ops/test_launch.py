@@ -43,7 +43,7 @@ def test_a_launch_is_compiled_once_and_given_addresses():
     a, b = torch.zeros(4), torch.zeros(4)
     run((a, None), (0.5,), (1,))
     assert kernel.given == (a, None, 7, 8, 0.5, 1, "constant")
-    run((b, None), (0.25,), (1,))  # other values need no other code
+    run((b, None), (0.25,), (1,))  # a new address and a new scalar need no compilation
     assert kernel.given == (b.data_ptr(), None, 7, 8, 0.25, 1, "constant")
     assert kernel.compiled == 1
 

@@ -262,7 +262,7 @@ def check_same_data(data: dict[str, dict[str, Any]]) -> None:
             what = ", ".join(
                 f"{k} {expected.get(k)} and {found.get(k)}" for k in keys if expected.get(k) != found.get(k)
             )
-            raise ValueError(f"{first} and {name} use different data ({what}); keep them in separate folders")
+            raise ValueError(f"{first} and {name} use different data ({what}); keep their results in separate folders")
 
 
 def describe_data(path: Path, splits: Sequence[str] = ("train", "val")) -> dict[str, Any]:

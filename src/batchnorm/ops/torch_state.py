@@ -19,7 +19,10 @@ def is_transformed() -> bool:
 
 
 def is_wrapped(x: Tensor) -> bool:
-    """Return whether a ``torch.func`` transform wraps ``x``, as it wraps the transformed function's arguments."""
+    """Return whether ``x`` is wrapped by a ``torch.func`` transform.
+
+    A transform wraps the arguments of the function that it transforms.
+    """
     return torch._C._functorch.is_functorch_wrapped_tensor(x)
 
 

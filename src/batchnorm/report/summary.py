@@ -200,19 +200,19 @@ def _rates(r: Result) -> list[str]:
     told = []
     if plain and normalized and normalized["times fewer steps"]:
         told.append(
-            f"At the same learning rate, BN-Baseline takes {normalized['times fewer steps']:.1f} times fewer steps to"
-            f" reach Inception's best accuracy, {plain['maximum']:.1%}, and its own best accuracy is"
+            f"At the same learning rate, BN-Baseline reaches Inception's best accuracy ({plain['maximum']:.1%}) in"
+            f" {normalized['times fewer steps']:.1f} times fewer steps than Inception. BN-Baseline's best accuracy is"
             f" {normalized['maximum']:.1%}."
         )
     names = {"bn-baseline": "BN-Baseline", "bn-x5": "BN-x5"}
     at_best = [
-        f"{names[name]} reaches Inception's best accuracy in {n['times fewer steps']:.1f} times fewer steps, and its"
-        f" own best accuracy is {n['maximum']:.1%}"
+        f"{names[name]} reaches Inception's best accuracy in {n['times fewer steps']:.1f} times fewer steps (its own"
+        f" best accuracy is {n['maximum']:.1%})"
         for name, n in r.get("at its best rate", {}).items()
         if n["times fewer steps"]
     ]
     if at_best:
-        told.append(f"With each network at its own best rate, {'; '.join(at_best)}.")
+        told.append(f"With each network at its own best rate, {', and '.join(at_best)}.")
     if found := [verdict["verdict"] for verdict in r.get("verdicts", ())]:
         counts = [f"{n} {what}" for what in ("confirmed", "refuted", "not resolved") if (n := found.count(what))]
         told.append(f"The paper's claims: {', '.join(counts)} ([table](docs/fig2.md#what-the-paper-found)).")

@@ -110,10 +110,11 @@ def resume_(folder: Path, net: nn.Module, optimizer: torch.optim.Optimizer, here
         mine = [{key: group[key] for key in ("lr", "fused")} for group in optimizer.param_groups]
         optimizer.load_state_dict(state["optimizer"])
         for group, own in zip(optimizer.param_groups, mine, strict=True):
-            group.update(own)  # `lr` and `fused` depend on this process's device, not on the checkpoint
+            # Keep this process's `lr` and `fused`, because the checkpoint may come from another type of device: on a
+            # GPU, `lr` is a tensor and `fused` is True. The next step sets the value of `lr`.
+            group.update(own)
         for parameter, values in optimizer.state.items():
-            # Fused kernels need the momentum in the layout of the weights, which are channels last on GPUs only. The
-            # checkpoint may come from another type of device.
+            # Fused kernels need the momentum in the layout of the weights, which are channels last on GPUs only.
             values.update({key: torch.empty_like(parameter).copy_(value) for key, value in values.items()})
         evaluated = int(state["evaluated"])
         metrics, monitor = map(int, state["positions"])

@@ -121,7 +121,7 @@ def normalize(call: Call, mean: Tensor, var: Tensor) -> Tensor:
     if wanted or rounds or not bool((mean.square() <= torch_kernels.CONDITION**2 * (var + eps)).all()):
         return composite.normalize(call, mean, var)
     gamma, beta = (None if v is None else v.to(dtype) for v in (gamma, beta))
-    # Not F.batch_norm, because torch 2.11's raises an error if eps is 0.
+    # Do not use F.batch_norm: in torch 2.11, it raises an error if eps is 0.
     y = torch.batch_norm(flatten(x, x), gamma, beta, mean, var, False, 0.0, eps, False)
     if residual is not None:
         y = y.add_(flatten(residual, x))

@@ -209,7 +209,8 @@ INLINE void transform(
     }
 }
 
-// Returns dz = g'(z) dy for one value. If `marked`, `passed` says whether g'(z) is 1; otherwise, computes g' from z.
+// Returns dz = g'(z) dy for one value. If `marked` is set, `passed` says whether g'(z) is 1. If not, g'(z) is computed
+// from z.
 INLINE float dz_of(float dy, float z, int passed, int activation, float below, int marked) {
     if (!marked) return activate_backward(dy, z, activation, below);
     return passed ? dy : activation == LEAKY_RELU ? dy * below : 0;
@@ -394,7 +395,7 @@ static void run(Call *c, void (*work)(void *), i64 tasks, i64 threads) {
 typedef struct {
     i64 from, here;       // first channel, number of channels
     i64 width, each;      // columns, columns per channel
-    i64 pieces, matrices; // matrices into which a plane is divided (1 for up to WIDTH values), matrices in total
+    i64 pieces, matrices; // matrices per plane (1 if a plane has up to WIDTH values), matrices of the group
 } Group;
 
 static i64 channels_of_group(const Shape *f) { return least(f->channels, 1 + (RUN - 1) / f->length); }

@@ -150,7 +150,7 @@ def normalize(call: Call, mean: Tensor, var: Tensor) -> Tensor:
     if rounds or mean.requires_grad or var.requires_grad:
         return composite.normalize(call, mean, var)
     gamma, beta = (None if v is None else v.float() for v in (gamma, beta))
-    # Not F.batch_norm, because torch 2.11's raises an error if eps is 0.
+    # Do not use F.batch_norm: in torch 2.11, it raises an error if eps is 0.
     cudnn = torch.backends.cudnn.enabled
     y = torch.batch_norm(x, gamma, beta, mean.float(), var.float(), False, 0.0, eps, cudnn)
     return activation(y if residual is None else y + residual.to(y.dtype))

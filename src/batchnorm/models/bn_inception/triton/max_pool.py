@@ -83,8 +83,9 @@ def pointers(x, image, column, lane, height, width, step):
 def pixels_of(x, image, column, channel, half, height, width, stride, A: tl.constexpr):
     """Return the addresses of pixels in the first row of their images, and the strides between pixels and between rows.
 
-    If x is bfloat16 and A > 1, the pixels are read as int32 values, and the addresses and strides refer to int32. Each
-    int32 holds two bfloat16 values; converting them to float32 in pairs takes fewer instructions.
+    If x is bfloat16 and A > 1, the pixels are read as int32 values: the addresses are pointers to int32, and the
+    strides count int32 values. Each int32 holds two bfloat16 values; converting them to float32 in pairs takes fewer
+    instructions.
     """
     if x.dtype.element_ty == tl.bfloat16 and A > 1:
         step = stride * (A // 2)
