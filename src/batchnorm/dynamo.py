@@ -30,7 +30,7 @@ from .graph.patterns import Match, Matcher
 
 log = logging.getLogger(__name__)
 
-# The names of each function's positional arguments, in order. For both functions, the names are those of F.batch_norm.
+# The names of each function's positional arguments, in order. Both functions use the same names, in a different order.
 PARAMETERS: dict[Any, tuple[str, ...]] = {
     F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
     torch.batch_norm: ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps"),

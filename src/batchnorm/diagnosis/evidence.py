@@ -50,7 +50,7 @@ class Layer:
 
     @property
     def standard(self) -> bool:
-        """Whether the layer runs torch's or this library's forward, and so normalizes its input."""
+        """Whether the layer's forward is torch's or this library's, so that it is known to normalize its input."""
         ours = type(self.module).forward in (BatchNorm.forward, NormAct.forward) and "forward" not in vars(self.module)
         return ours or keeps_torch_forward(self.module)
 

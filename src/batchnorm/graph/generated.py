@@ -252,7 +252,7 @@ def _import(module: str, name: str) -> Any:
 
 
 class Unwatchable(Exception):
-    """Raised for a value that a condition cannot compare with its earlier value."""
+    """Raised for a value that may change unnoticed, so that no condition can check that it is still the same."""
 
 
 def pattern_of(value: Any, seen: dict[int, Tensor]) -> Any:

@@ -73,7 +73,8 @@ def without_batch_norm(net: nn.Module) -> nn.Module:
         known = (TorchBatchNorm.forward, nn.SyncBatchNorm.forward)
         if type(layer).forward not in known and not is_norm_act(type(layer)):
             raise ValueError(
-                f"{name} cannot be removed: {type(layer).__name__} overrides forward; remove this layer in the network's code"
+                f"{name} cannot be removed: {type(layer).__name__} overrides forward; remove this layer in the"
+                " network's code"
             )
     return copy_with(plain, {layer: partial(_rest, layer) for layer in layers})
 

@@ -47,7 +47,7 @@ class SavedRun(NamedTuple):
 
         Raises:
             ValueError: if the run is unfinished or diverged, its files are damaged, its weights do not fit its recipe,
-                its classes do not match the data's, or loading it needs ``trust``.
+                its classes do not match the data's, or loading it needs ``trust``, which is not set.
         """
         return folded_network(self.trained(classes)[0], self.recipe.size)
 

@@ -99,7 +99,10 @@ def pixels_of(x, image, column, channel, half, height, width, stride, A: tl.cons
 
 @triton.jit
 def load_raw(p, here, half_here):
-    """Read pixels in the dtype of ``p``, and 0 where the mask is False: ``half_here`` for int32, otherwise ``here``."""
+    """Read pixels in the dtype of ``p``; pixels where the mask is False are read as 0.
+
+    The mask is ``half_here`` if the dtype is int32, and ``here`` otherwise.
+    """
     if p.dtype.element_ty == tl.int32:
         return tl.load(p, mask=half_here, other=0)
     else:
