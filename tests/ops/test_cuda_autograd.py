@@ -246,10 +246,17 @@ def test_update_is_known_to_autograd():
         (torch.randn(4, 3, 2, 2, dtype=torch.float64), "float64"),
         (torch.randn(4, 2, 6, 3).transpose(2, 3), "strides"),
         (torch.randn(5, 4).t(), "strides"),
+        (torch.empty(2, 2**15, 3, device="meta"), "32767 channels"),
+        (torch.empty(2, 2**16, device="meta"), "65535 channels"),
     ],
 )
 def test_what_the_kernels_refuse(x, reason):
     assert reason in autograd.refusal(Call(x))
+
+
+def test_many_channels():
+    assert autograd.refusal(Call(torch.empty(2, 2**15 - 1, 3, device="meta"))) is None
+    assert autograd.refusal(Call(torch.empty(2, 2**15, device="meta"))) is None
 
 
 def test_launching_what_is_refused_says_so():
