@@ -10,6 +10,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
 from . import network_call
 from .change_report import attach
+from .collectives import gather_objects
 from .errors import at_least
 from .network_copy import isolated, private_copy
 from .population import estimate_
@@ -26,7 +27,7 @@ def adapt(
 
         E[x] <- (K E_new[x] + prior E_old[x]) / (K + prior), and the same for Var[x],
 
-    where K is the number of forward passes, one for each batch. ``net`` is not changed.
+    where K is the number of forward passes, one for each batch of each rank. ``net`` is not changed.
 
     Args:
         net: a trained network, with the statistics of its training data.
@@ -66,6 +67,7 @@ def adapt(
             return network_call.call(new, batch, forward)
 
     report = estimate_(new, batches, forward=call)
+    passes = sum(gather_objects(passes))
     for layer in report.layers if prior else ():
         found = new.get_submodule(layer.path)
         for key, before in zip(("running_mean", "running_var"), old[layer.path], strict=True):

@@ -48,7 +48,10 @@ def private_copy(net: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(net, memo)
     except Exception as error:
-        raise ValueError(f"the network cannot be copied with copy.deepcopy, so nothing was changed: {error}") from error
+        raise ValueError(
+            f"the network cannot be copied with copy.deepcopy, so nothing was changed: {error}; remove what"
+            " cannot be copied, such as a lock or an open file, from the attributes of the network's modules"
+        ) from error
 
 
 def _uncopied(net: nn.Module) -> Memo:

@@ -150,3 +150,13 @@ def test_what_cannot_be_combined(tmp_path):
     ensemble.add("a", torch.eye(3), torch.arange(3))
     with pytest.raises(ValueError, match="b was not evaluated on the same data as a"):
         ensemble.add("b", torch.eye(3), torch.tensor([2, 1, 0]))
+
+
+def test_a_network_that_is_refused_leaves_the_ensemble_as_it_was():
+    ensemble = Ensemble()
+    with pytest.raises(ValueError, match="a"):
+        ensemble.add("a", torch.full((3, 3), torch.nan), torch.arange(3))
+    ensemble.add("b", torch.eye(2), torch.arange(2))
+    with pytest.raises(ValueError, match="c"):
+        ensemble.add("c", torch.full((2, 2), torch.nan), torch.arange(2))
+    torch.testing.assert_close(ensemble.mean(), torch.eye(2))

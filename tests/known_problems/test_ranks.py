@@ -63,6 +63,18 @@ def test_the_papers_rule_averages_over_all_ranks_batches():
     torch.testing.assert_close(var, batches.var(1).mean(0))
 
 
+def adapted_rank(rank, world_size):
+    net = nn.Sequential(bn.BatchNorm1d(3)).double()
+    return bn.adapt(net, list(data(rank))[: 1 + rank], prior=3.0)[0].running_mean
+
+
+def test_old_statistics_weigh_the_same_however_many_ranks_adapt_them():
+    first, second = on_ranks(2, adapted_rank)
+    batches = torch.cat([data(0)[:1], data(1)[:2]])
+    torch.testing.assert_close(first, batches.mean((0, 1)) * 3 / (3 + 3.0))  # the old mean is 0
+    torch.testing.assert_close(second, first, rtol=0, atol=0)
+
+
 def test_synchronized_running_averages_have_the_spread_too():
     mean, var = everyone("sync")
     last = torch.cat([data(0)[-1], data(1)[-1]])

@@ -314,9 +314,9 @@ def test_a_difference_names_a_possible_cause(placement):
             return y if type(self.linear) is nn.Linear and type(self.act) is nn.Tanh else 2 * y
 
     x = torch.randn(4, 3)
-    with pytest.raises(ValueError, match="tests the type of a module") as error:
+    with pytest.raises(ValueError, match="whose type the network's code tests") as error:
         bn.insert(Typed(), x, placement=placement, init="identity", batches=[x])
-    assert ("reads weights" in str(error.value)) == (placement == "before")
+    assert ("weight or bias" in str(error.value)) == (placement == "before")
 
 
 def test_weights_that_other_code_reads_are_not_touched():

@@ -53,7 +53,7 @@ def verify(function, net=None):
 @pytest.mark.parametrize("rows", [None, 4])  # with rows=4, the network accepts no other batch size
 def test_gradients(rows):
     assert verify(lambda x: x + 0, Net(rows)) == 0
-    with pytest.raises(ValueError, match=r"the gradient of '(conv|bn)\.\w+' differs by 1\.00e-03"):
+    with pytest.raises(ValueError, match=r"the gradient of '(conv|bn)\.\w+' differs from the original's by 1\.00e-03"):
         verify(Scaled.apply, Net(rows))
     with pytest.raises(ValueError, match="no longer gets a gradient"):
         verify(lambda x: x.detach() + 0 * x.sum(0, keepdim=True).detach().requires_grad_(), Net(rows))

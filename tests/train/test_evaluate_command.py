@@ -89,6 +89,7 @@ def test_not_a_run(data, runs, tmp_path):
     check("is not the folder of a run: it holds dropout, per-activation, plain, but", data, runs)
     check("give at least one run", data)
     check("a run is given twice", data, runs / "plain", runs / "plain")
+    check("a run is given twice", data, runs / "plain", runs / ".." / runs.name / "plain")
 
 
 def test_an_unfinished_or_diverged_run(data, runs, tmp_path):

@@ -65,9 +65,11 @@ def test_from_the_shell(folder):
     torch.testing.assert_close(torch.as_tensor(out), net(x).detach(), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("suffix", ["safetensors", "pt"])
-def test_weights_and_shape(folder, suffix, capsys):
+@pytest.mark.parametrize(("suffix", "prefix"), [("safetensors", ""), ("pt", ""), ("pt", "module._orig_mod.")])
+def test_weights_and_shape(folder, suffix, prefix, capsys):
     net, path = weights(folder, suffix)
+    if prefix:
+        torch.save({f"{prefix}{name}": value for name, value in net.state_dict().items()}, path)
     fold("mynets:net", folder / "net.pt2", weights=path, input=(1, 3, 8, 8))
     said = capsys.readouterr()
     assert "net.pt2: relative error" in said.out

@@ -172,7 +172,7 @@ def _signals_blocked() -> Iterator[None]:
 
 
 def _obey_only_the_parent(worker: int) -> None:
-    """Ignore Ctrl-C in this worker, and any SIGTERM that its parent did not send.
+    """Ignore Ctrl-C in this worker, and any SIGTERM that its parent did not send (on macOS, no SIGTERM is ignored).
 
     Both signals are often sent to the whole process group. A parent may save its work before it exits, and needs its
     workers until then.
@@ -181,6 +181,8 @@ def _obey_only_the_parent(worker: int) -> None:
     if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_exit_with_the_parent, args=(os.getppid(),), daemon=True).start()
+    elif hasattr(signal, "pthread_sigmask"):  # macOS: without sigwaitinfo, the sender of a signal is not known
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def _exit_with_the_parent(parent: int) -> None:

@@ -156,7 +156,7 @@ def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
 def shrink(data: bytes, suffix: str, short_side: int) -> tuple[bytes, str]:
     """Return an encoded image, shrunk if its shorter side is longer than ``short_side``, and its file's suffix.
 
-    A shrunk image is a JPEG with the same aspect ratio up to rounding; gray stays gray, everything else becomes RGB.
+    A shrunk image is a JPEG with the same aspect ratio up to rounding; 8-bit gray stays gray, all else becomes RGB.
     An image that is small enough or cannot be read is returned unchanged; training reports unreadable images.
 
     Args:

@@ -209,7 +209,10 @@ def scan(shard: Path) -> Iterator[ShardImage]:
             key = f"{folder}/{stem}"
             if f".{suffix.lower()}" in IMAGE_SUFFIXES:
                 if key in images:
-                    raise ValueError(f"{shard} has two images with the same key: {images[key].name} and {member.name}")
+                    raise ValueError(
+                        f"{shard} has two images with the same key: {images[key].name} and {member.name}; the key is"
+                        " the name up to its first dot, so rename one image, and give it a .cls file of its own"
+                    )
                 images[key] = ShardImage(member.name, member.offset_data, member.size, -1)
             elif suffix == "cls":
                 file.seek(member.offset_data)

@@ -1,7 +1,7 @@
 """What can be wrong with a network's batch normalization: one function for each problem, and the limits it uses.
 
-A rule takes the :class:`~batchnorm.diagnosis.evidence.Evidence` and yields the problems that it finds, the worst first.
-To add a rule, write its function, add it to ``RULES``, and describe it in docs/diagnose.md.
+A rule takes the :class:`~batchnorm.diagnosis.evidence.Evidence` and yields the problems that it finds, in the order in
+which they are shown. To add a rule, write its function, add it to ``RULES``, and describe it in docs/diagnose.md.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ ERRORS = 3
 FEW = 5
 """With fewer batches, the standard errors are too uncertain to judge running averages."""
 SMALL = 16
-"""Batches with fewer values per feature are small: the standard error of their means is 1/4 of a standard deviation."""
+"""Batches with fewer values per feature are small: the standard error of their means is above std / 4."""
 TINY = 0.1
-"""A variance below this share of eps is tiny: the standard deviation after normalization is below 0.32."""
+"""A variance below this share of eps is tiny: the standard deviation after normalization is below 0.31."""
 ROUNDING = 1e-12
 """A feature is constant if its variance is at most this share of its squared mean."""
 LARGE_MOMENTUM = 0.5
@@ -47,7 +47,7 @@ Rule = Callable[[Evidence], Iterator[Problem]]
 
 
 def not_finite(e: Evidence) -> Iterator[Problem]:
-    """Find the first layer whose input has inf or NaN, and layers whose running averages have."""
+    """Find the first layer whose input has an inf or NaN, and all layers whose running averages have one."""
     for layer in _in_order_of_execution(e):
         count = int(layer.not_finite)
         if count:
@@ -63,8 +63,8 @@ def not_finite(e: Evidence) -> Iterator[Problem]:
             yield (
                 layer.path,
                 "its running averages have an inf or NaN, and so have its outputs in evaluation mode",
-                "call bn.estimate_(net, batches); this library's layers skip such batches, so train with them"
-                " (bn.convert)",
+                "call bn.estimate_(net, batches); to prevent this, train with this library's layers (bn.convert), which"
+                " do not update their averages from a batch with inf or NaN",
             )
 
 
@@ -75,8 +75,8 @@ def single_value(e: Evidence) -> Iterator[Problem]:
             yield (
                 layer.path,
                 f"{layer.single} of {e.batches} batches have only one value per feature, so the variance is undefined",
-                "use drop_last=True in the data loader, larger batches, or the layer's on_single='running'; to"
-                " fine-tune, use bn.freeze_",
+                "use drop_last=True in the data loader, larger batches, or this library's layers with"
+                " on_single='running'; to fine-tune, use bn.freeze_",
             )
 
 
@@ -167,7 +167,7 @@ def half_frozen(e: Evidence) -> Iterator[Problem]:
 
 
 def momentum(e: Evidence) -> Iterator[Problem]:
-    """Find layers whose momentum disables the running averages, or makes them depend on the last batch."""
+    """Find layers whose momentum disables the running averages, or makes them depend mostly on the last batch."""
     for layer in e.layers:
         value = layer.module.momentum
         if value is None or not layer.updates:
@@ -245,7 +245,7 @@ def functional(e: Evidence) -> Iterator[Problem]:
 
 
 def dropout_before(e: Evidence) -> Iterator[Problem]:
-    """Find layers with dropout between them and the batch normalization before them.
+    """Find layers with dropout between them and the previous batch normalization or the network's input.
 
     Dropout changes the variance of later layers' inputs in training, but not in evaluation (Li et al., 2019).
     """
@@ -276,7 +276,7 @@ def tiny_variance(e: Evidence) -> Iterator[Problem]:
             yield (
                 layer.path,
                 f"{below} of {var.numel()} features{zero} have a variance below a tenth of eps={layer.module.eps:g}, so"
-                " after normalization, their standard deviation is below 0.32 instead of 1",
+                " after normalization, their standard deviation is below 0.31 instead of 1",
                 "check that the inputs and weights before this layer are not close to 0; a smaller eps also helps,"
                 " except for constant features, which can be pruned",
             )
@@ -359,7 +359,7 @@ def half_precision(e: Evidence) -> Iterator[Problem]:
             yield (
                 layer.path,
                 f"its running averages are {mean.dtype}, which is too coarse to average many batches",
-                "use this library's layers (bn.convert), which keep float32 averages under net.half(), or autocast",
+                "use autocast, or this library's layers (bn.convert), which keep float32 averages under net.half()",
             )
 
 
@@ -422,7 +422,11 @@ def _source(layer: Layer) -> object:
 
 
 def _subtracting(module: nn.Module, call: TracedCall) -> nn.Module | None:
-    """Return the module that alone reads a call's output, or None if it would not average over what the bias shifts."""
+    """Return the only module that reads a call's output, or None if it would not subtract the called module's bias.
+
+    A batch normalization subtracts one mean for each index of dimension 1. So it does not subtract the bias of a Linear
+    whose output has more than two dimensions, because that bias differs along the last dimension.
+    """
     (out, *_) = call.outputs
     consumer = out.sole_consumer
     flat = not isinstance(module, nn.Linear) or len(out.shape) == 2

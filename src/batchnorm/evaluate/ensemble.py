@@ -97,17 +97,19 @@ class Ensemble:
                 classes differ from those of earlier networks.
         """
         if self._sum is None or self._votes is None or self._labels is None:
-            self._sum, self._labels = torch.zeros_like(probabilities), labels
-            self._votes = torch.zeros_like(probabilities, dtype=torch.int16)
+            total, votes = torch.zeros_like(probabilities), torch.zeros_like(probabilities, dtype=torch.int16)
         elif self._sum.shape != probabilities.shape or not torch.equal(self._labels, labels):
             first, (images, classes) = self.members[0].name, self._sum.shape
             found = f"{len(labels):,} images and {probabilities.shape[1]} classes, not {images:,} and {classes}"
             why = "the labels differ" if self._sum.shape == probabilities.shape else f"{name} has {found}"
             raise ValueError(f"{name} was not evaluated on the same data as {first}: {why}")
-        alone = score(probabilities, labels, name)
-        self._sum += probabilities
-        self._votes.scatter_add_(1, probabilities.argmax(1, keepdim=True), self._votes.new_ones(len(labels), 1))
-        together = score(self._sum / (len(self.members) + 1), labels, "the ensemble")
+        else:
+            total, votes = self._sum, self._votes
+        alone = score(probabilities, labels, name)  # raises an error before the ensemble is changed
+        total += probabilities
+        votes.scatter_add_(1, probabilities.argmax(1, keepdim=True), votes.new_ones(len(labels), 1))
+        self._sum, self._votes, self._labels = total, votes, labels
+        together = score(total / (len(self.members) + 1), labels, "the ensemble")
         self.members.append(Member(name, alone, together))
         return self.members[-1]
 

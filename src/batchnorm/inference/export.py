@@ -144,7 +144,8 @@ def export(
                 branch = "; the network may depend on the batch size: export one file per size with dynamic_batch=False"
                 raise ValueError(
                     f"the exported file's output on a batch of {size} differs from the network's by {error:.2e}"
-                    f" (relative), more than {limit:.0e}; nothing was written{branch if size != traced_size else ''}"
+                    f" (relative), more than {limit:.0e}; nothing was written"
+                    f"{branch if size != traced_size else '; to accept this error, pass a larger tolerance='}"
                 )
         written = sum(file.stat().st_size for file in Path(folder).iterdir())
         for file in Path(folder).iterdir():

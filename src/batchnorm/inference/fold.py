@@ -212,7 +212,7 @@ def _run(net: nn.Module, example: Any, forward: network_call.Forward | None) -> 
             with torch.no_grad(), network_call.eagerly(), torch.random.fork_rng():
                 network_call.call(twin, batch, forward)
         except AttributeError as error:
-            if error.obj in names:
+            if isinstance(error.obj, nn.Module) and error.obj in names:
                 error.obj = net.get_submodule(names[error.obj])
             raise
         raise

@@ -98,7 +98,10 @@ def _layers(net: nn.Module, verb: str) -> Iterator[tuple[str, BatchNorm]]:
     found = [(name or type(m).__name__, m) for name, m in net.named_modules() if isinstance(m, TorchBatchNorm)]
     foreign = [name for name, m in found if not isinstance(m, BatchNorm)]
     if foreign and verb == "unfreeze":
-        raise ValueError(f"nothing to unfreeze in {', '.join(foreign)}: only this library's layers can be frozen")
+        raise ValueError(
+            f"nothing to unfreeze in {', '.join(foreign)}: only this library's layers can be frozen; if the network has"
+            " such layers too, pass them to unfreeze_ one by one"
+        )
     if foreign:
         raise ValueError(
             f"cannot {verb} {', '.join(foreign)}: only this library's layers can be frozen, because train() would"

@@ -60,7 +60,8 @@ class Features:
         if not 1 <= feature_dims < x.dim():
             raise ValueError(
                 f"an input of shape {tuple(x.shape)} cannot have {feature_dims} feature dimension(s) after its batch"
-                f" dimension; feature_dims must be at least 1 and less than the number of dimensions, {x.dim()}"
+                " dimension; the input needs at least 2 dimensions, and feature_dims must be at least 1 and less than"
+                " the number of dimensions"
             )
         self.shape, self.dims = x.shape, feature_dims
         self.features = x.shape[1 : 1 + feature_dims]

@@ -216,7 +216,7 @@ def _run(command: list[str]) -> None:
         try:
             _, said = process.communicate(timeout=300)
         except subprocess.TimeoutExpired:
-            stop()
+            _kill(process)
             raise
         finally:
             _running.discard(process)
@@ -227,5 +227,9 @@ def _run(command: list[str]) -> None:
 def stop() -> None:
     """Kill all running compilers and their child processes."""
     for process in list(_running):
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        _kill(process)
+
+
+def _kill(process: subprocess.Popen[str]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)

@@ -58,7 +58,8 @@ def insert(
         batches: the batches for "identity".
         placement: "before" the nonlinearity, as in the paper, or "after" it (the standardization layer of Gulcehre &
             Bengio, for comparison). For "after", the nonlinearity must be a module that is called once, and the
-            features must be in dimension 1 or the last dimension of its output.
+            features must be in dimension 1 or the last dimension of its output. The container then replaces this
+            module, and no bias is dropped.
         per_activation: give each activation of a feature map its own gamma, beta and statistics.
         forward: function that calls the network on a batch, as ``forward(net, batch)``; needed if the network takes
             several positional inputs.
@@ -97,9 +98,9 @@ def insert(
     result = copy_with(net, {place.module: partial(_make, place, norm) for place, norm in norms.items()})
     error = None
     if init == "identity":
-        advice = "Check whether its code tests the type of a module that a Normalized container replaced"
+        advice = "With where=, leave out each layer whose type the network's code tests"
         if placement == "before":
-            advice += ", or reads weights or biases of layers without calling the layers"
+            advice += ", or whose weight or bias this code reads without calling the layer"
         error = verify(net, result, example, forward, what="the network with init='identity'", advice=advice)
     done = {}
     for place, norm in norms.items():

@@ -19,8 +19,8 @@ FUNCTIONAL = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_
 # children.
 BYPASSING = (nn.TransformerEncoderLayer,)
 SCALING = frozenset({"mul", "div", "truediv", "multiply", "divide"})
-# Calls after which the features may be in another dimension, and the rest of MOVING, such as clone. Pixel and channel
-# shuffles are left out, because they keep the features in dimension 1.
+# Calls that are replayed to find the dimension that holds the features in their outputs. Some of them, such as clone,
+# never change this dimension. Pixel and channel shuffles are not replayed: they keep the features in dimension 1.
 REARRANGING = frozenset({"mean", "stack", "chunk", "split", "unbind", "narrow", "select", "getitem"}) | MOVING
 REARRANGING -= {"pixelshuffle", "pixelunshuffle", "channelshuffle"}
 

@@ -83,7 +83,7 @@ def _compare_gradients(old: nn.Module, new: nn.Module, example: Any, forward: Fo
     # of about TINY, which is more than the rounding errors of float64.
     noise = _worst(_gradients(old, example, forward, training, change=TINY), was)[1]
     if error > AMPLIFICATION * noise:
-        raise ValueError(f"the gradient of '{name}' differs by {error:.2e} (relative)")
+        raise ValueError(f"the gradient of '{name}' differs from the original's by {error:.2e} (relative)")
 
 
 def _first_rows(example: Any) -> Any:

@@ -104,7 +104,10 @@ def load_latest(folder: Path) -> Checkpoint | None:
         else:
             return Checkpoint(step, model, state, tuple(passed_over))
     if passed_over:
-        raise CheckpointError(f"no checkpoint in {folder} can be used: " + "; ".join(passed_over))
+        raise CheckpointError(
+            f"no checkpoint in {folder} can be used: {'; '.join(passed_over)}; restore one from a backup, or start a"
+            " new run"
+        )
     return None
 
 

@@ -19,7 +19,7 @@ from ..network_copy import outputs
 from ..network_factory import make_network
 from ..optional_packages import check_installed
 from .final_network import example_images
-from .state_dicts import difference, read_state_dict
+from .state_dicts import difference, read_state_dict, unwrapped
 from .trained_run import TrainedRun, load
 
 
@@ -76,7 +76,7 @@ def fold(
     else:
         net, example = make_network(network)
         if weights is not None:
-            state = read_state_dict(weights)
+            state = unwrapped(read_state_dict(weights), net)
             try:
                 net.load_state_dict(state)
             except RuntimeError as error:

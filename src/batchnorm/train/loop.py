@@ -49,7 +49,7 @@ def train(recipe: Recipe, options: Options) -> Result:
         network is in ``final/``.
 
     Raises:
-        FileNotFoundError: if the data is not found, or the run or file to start from.
+        FileNotFoundError: if the data, or the run or file to start from, is not found.
         Stopped: after SIGTERM or Ctrl-C; raised once a checkpoint is written.
         ValueError: if the device is not available, if the network cannot be built, if the data, the folder or its
             checkpoints do not fit the recipe, or if another process trains in the same folder.

@@ -120,7 +120,10 @@ def resume_(folder: Path, net: nn.Module, optimizer: torch.optim.Optimizer, here
         metrics, monitor = map(int, state["positions"])
         sums, threads = state["sums"].view(-1, 3), int(state["threads"])
     except (RuntimeError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"the checkpoint in {folder} does not fit the network: {error!r}") from error
+        raise ValueError(
+            f"the checkpoint in {folder} does not fit the network: {error!r}; undo changes to the network's code, or"
+            " choose another --out"
+        ) from error
     same = len(sums) == here.world_size and threads == torch.get_num_threads()
     if here.main and found.step < total_steps:
         note = "" if same else "; the number of ranks or threads changed, so results differ from an uninterrupted run's"

@@ -148,19 +148,23 @@ def check_classes(folder: Path, trained: Sequence[str], found: Sequence[str]) ->
         ValueError: if the classes differ.
 
     >>> check_classes(Path("run"), ["cat", "dog"], ["0", "1"])
-    >>> check_classes(Path("run"), ["cat", "dog"], ["cat", "eel"])
+    >>> check_classes(Path("run"), ["cat", "dog"], ["cat", "eel"])  # doctest: +ELLIPSIS
     Traceback (most recent call last):
         ...
-    ValueError: run was trained on other classes: class 1 is 'dog' in the run, but 'eel' in the data
+    ValueError: run was trained on other classes: class 1 is 'dog' in the run, but 'eel' in the data; give data ...
     """
     if len(trained) != len(found):
-        raise ValueError(f"{folder} was trained on {len(trained)} classes, but the data has {len(found)}")
+        raise ValueError(
+            f"{folder} was trained on {len(trained)} classes, but the data has {len(found)}: give data with the same"
+            " classes"
+        )
     if _numbers(trained) or _numbers(found):
         return
     for k, (mine, theirs) in enumerate(zip(trained, found, strict=True)):
         if mine != theirs:
             raise ValueError(
-                f"{folder} was trained on other classes: class {k} is {mine!r} in the run, but {theirs!r} in the data"
+                f"{folder} was trained on other classes: class {k} is {mine!r} in the run, but {theirs!r} in the data;"
+                " give data with the same classes"
             )
 
 
@@ -215,11 +219,10 @@ def open_runs(folders: Sequence[Path], *, trust: bool = False) -> dict[str, Save
         raise ValueError(
             f"{first} takes images of {a} px, but {second} takes images of {b} px: evaluate them one at a time"
         )
-    unique = len({run.name for run in opened}) == len(opened)
-    named = {run.name if unique else str(run.folder): run for run in opened}
-    if len(named) < len(opened):
+    if len({run.folder.resolve() for run in opened}) < len(opened):
         raise ValueError("a run is given twice and would count twice in the mean: give each run once")
-    return named
+    unique = len({run.name for run in opened}) == len(opened)
+    return {run.name if unique else str(run.folder): run for run in opened}
 
 
 def open_for(

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from ..optional_packages import MissingExtraError, require
 from .saved_runs import open_run
@@ -41,6 +40,21 @@ def read_state_dict(path: Path) -> dict[str, Any]:
     return dict(state)
 
 
+def unwrapped(state: Mapping[str, Any], net: nn.Module) -> dict[str, Any]:
+    """Drop the prefixes of names that DataParallel, DistributedDataParallel and torch.compile add to all names.
+
+    >>> list(unwrapped({"module._orig_mod.weight": 0, "module._orig_mod.bias": 1}, nn.Linear(1, 1)))
+    ['weight', 'bias']
+    """
+    own = net.state_dict()
+    while state:
+        prefix = next((p for p in ("module.", "_orig_mod.") if all(name.startswith(p) for name in state)), None)
+        if prefix is None or any(name.startswith(prefix) for name in own):
+            break
+        state = {name.removeprefix(prefix): value for name, value in state.items()}
+    return dict(state)
+
+
 def start_from_(net: nn.Module, source: str, classes: int) -> str:
     """Load the weights of a finished run or of a state dict file into a network before training.
 
@@ -60,8 +74,7 @@ def start_from_(net: nn.Module, source: str, classes: int) -> str:
         ValueError: if the run or file cannot be read, or if a layer other than the last one does not fit.
     """
     path = Path(source).expanduser()
-    state = dict(open_run(path).final().model) if path.is_dir() else read_state_dict(path)
-    consume_prefix_in_state_dict_if_present(state, "module.")
+    state = unwrapped(open_run(path).final().model if path.is_dir() else read_state_dict(path), net)
     # Drop the `frozen` buffers, because the new run decides which layers are frozen. `num_batches_tracked` may be
     # missing, because old versions of torch did not save it.
     state = {name: value for name, value in state.items() if name.rpartition(".")[2] != "frozen"}

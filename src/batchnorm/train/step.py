@@ -61,8 +61,9 @@ class Shadows:
     """Train a network with bfloat16 copies of its convolution and linear weights.
 
     Trained parameters with two or four dimensions have copies, and so do the biases of linear layers. The parameters of
-    a ``SeparableConv2d`` have no copies, because its two kernels are combined in full precision. All copies are updated
-    together. Autocast, in contrast, would launch one kernel to cast each weight, and another to cast its gradient.
+    a ``SeparableConv2d`` have no copies, because its two kernels are combined in full precision. One kernel launch
+    updates many copies. Autocast, in contrast, would launch one kernel to cast each weight, and another to cast its
+    gradient.
 
     Args:
         net: the network.
@@ -181,7 +182,7 @@ class TrainStep:
         ranks: the processes that train together.
         bf16: run the network under autocast to bfloat16.
         compile: what torch.compile compiles: the whole "network", or "nothing".
-        cast_once: keep bfloat16 copies of convolution and linear weights, and update all copies together in each
+        cast_once: keep bfloat16 copies of convolution and linear weights, and update many copies at once in each
             step, instead of casting each weight when it is used. This takes fewer kernel launches; the results are the
             same up to rounding. The option has no effect without ``bf16`` or with several processes.
         graph: capture the whole step as a CUDA graph. If the network is not compiled, the branches of its Inception

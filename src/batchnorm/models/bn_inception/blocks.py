@@ -414,10 +414,11 @@ class InceptionModule(nn.Module):
 
 
 def both(first: Callable[[], _A], second: Callable[[], _B]) -> tuple[_A, _B]:
-    """Call two functions on two CUDA streams, so that their kernels can overlap in the forward and the backward pass.
+    """Call ``first`` on a side stream and ``second`` on the current stream, and return both results.
 
-    Before the calls, the second stream waits for the current stream; after the calls, the current stream waits for the
-    second stream. Therefore, tensors that both streams use need no ``record_stream``.
+    The kernels of the two functions can overlap in the forward and the backward pass. Before the calls, the side stream
+    waits for the current stream; after the calls, the current stream waits for the side stream. Therefore, tensors that
+    both streams use need no ``record_stream``.
     """
     main, side = torch.cuda.current_stream(), _side_stream()
     side.wait_stream(main)

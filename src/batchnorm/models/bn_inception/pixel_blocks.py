@@ -112,7 +112,10 @@ def convolve_by_blocks(x: Tensor, kernel: Tensor, bias: Tensor | None = None) ->
     """
     inputs, size = kernel.shape[1], kernel.shape[-1]
     if x.shape[1] != inputs:
-        raise RuntimeError(f"the kernel is for {inputs} input channels, but the image has {x.shape[1]}")
+        raise RuntimeError(
+            f"the kernel is for {inputs} input channels, but the image has {x.shape[1]}: pass images with {inputs}"
+            " channels"
+        )
     taps, front, before = Window.of(size)
     blocks = pixel_blocks(x, before, taps)
     if bias is None and _can_convolve(blocks, kernel):

@@ -143,8 +143,8 @@ def is_aside() -> bool:
 def note_cut(x: Tensor) -> None:
     """Divide the backward pass at ``x``, if this thread is inside a :class:`WeightGradients` block.
 
-    :meth:`WeightGradients.backward` then yields the gradients of the weights that were used after ``x`` before those of
-    the weights that were used to compute ``x``. If ``x`` does not require a gradient, do nothing.
+    :meth:`WeightGradients.backward` then first yields the gradients of the weights that were used after ``x``, and
+    later those of the weights that were used to compute ``x``. If ``x`` does not require a gradient, do nothing.
     """
     if _local.gradients is not None and x.requires_grad:
         _local.gradients.cuts.append(x)

@@ -186,7 +186,10 @@ static bool find_room(const Tensor& x, const Pass& pass, void*& stream, Room& ro
 static bool launch_all(const Pass& pass, const Value* values, void* stream) {
   for (size_t k = 0; k < pass.launches.size(); ++k)
     if (!pass.launches[k](values, stream)) {
-      TORCH_CHECK(k == 0, "a CUDA kernel failed to launch after an earlier kernel of the same pass was launched");
+      TORCH_CHECK(
+          k == 0,
+          "a CUDA kernel failed to launch after an earlier kernel of the same pass was launched; set"
+          " CUDA_LAUNCH_BLOCKING=1 in the environment to find the operation that failed first");
       return false;
     }
   return true;

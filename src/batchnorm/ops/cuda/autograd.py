@@ -60,8 +60,8 @@ def _find_refusal(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int,
             "the fused kernels support only channels-last and channels-first strides, and fewer than 2**31 - 2**16"
             " values per channel"
         )
-    # The upper 15 bits of a word count the slices with non-finite moments (see triton/running.py). If the tensor is
-    # channels first, each channel is a slice.
+    # Bits 16 to 30 of an int32 counter count the slices with non-finite moments (see triton/running.py). If the tensor
+    # is channels first, each channel is a slice.
     if not geometry.nhwc and shape[1] >= 2**15:
         return f"the fused kernels support up to 32767 channels if the tensor is channels first, not {shape[1]}"
     return None

@@ -177,7 +177,7 @@ def load(
 
 
 def _use_context_of(device: int) -> None:
-    """Make the context that torch uses on a device the current thread's context."""
+    """Set the current thread's CUDA context to the device's primary context, which torch uses."""
     driver, handle, context = library(), ctypes.c_int(), ctypes.c_void_p()
     check(driver.cuDeviceGet(ctypes.byref(handle), device))
     check(driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle))

@@ -24,8 +24,8 @@ MERGED_BY_ALL = 64
 # or two streams. With 0, no launch has barriers. Set BATCHNORM_LAUNCHES_AT_ONCE to 0 if other processes use the GPU:
 # they leave an unknown number of multiprocessors free, so programs that wait at a barrier could deadlock.
 AT_ONCE = int(os.environ.get("BATCHNORM_LAUNCHES_AT_ONCE", "2"))
-# In the "once" path, a program holds its whole part in registers, as this many tiles; the smallest number that suffices
-# is used. There are only a few numbers, because each of them needs its own compiled kernel.
+# The possible numbers of tiles that a program holds in registers in the "once" path. A program uses the smallest number
+# that covers its whole part. There are only a few numbers, because each of them needs its own compiled kernel.
 HELD = (1, 2, 4, 7, 8, 12, 16)
 
 

@@ -23,8 +23,8 @@ class TritonLaunch:
     """Launch a Triton kernel on tensors of one geometry.
 
     Before each launch, Triton's own launcher runs Python code that inspects every argument to find the code compiled
-    for such arguments. This takes longer than the launch itself. The code that it finds depends only on this object's
-    attributes and on the key in ``__call__``, so this object caches the compiled code under that key.
+    for such arguments. This takes longer than the launch itself. The compiled code depends only on this object's
+    attributes and on the key in ``__call__``, so this object caches it under that key.
     """
 
     def __init__(

@@ -256,7 +256,7 @@ def max_sums(
     """Write the gradients of gamma and beta, for a normalization followed by ReLU and max pooling at stride 2.
 
     A window's gradient goes to at most one pixel, so the kernel sums over windows, not pixels. Each program adds up at
-    most ``each`` units. After the last program of a slice has done so, it adds up the sums of all programs of this
+    most ``each`` units. The program that finishes last in its slice then adds up the sums of all programs of this
     slice, in a fixed order. If TREE, the sums of groups of up to 32 programs are added up first.
     """
     part, piece, channel, half, here, half_here, slices, pixel_bytes = slice_of(tl.program_id(0), C, A, V)

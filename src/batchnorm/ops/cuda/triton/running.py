@@ -1,9 +1,10 @@
 """Update the running averages, by the rules of ops/running.py.
 
 A slice is a group of channels of a layer. Its averages are updated as soon as its moments are known. But if the moments
-of any channel of the layer are not finite, none of the layer's averages may change, although some slices may already
-have been updated. So the old averages are saved in the array ``before``, and the program that finishes the last slice
-restores them if necessary. This way, no program has to wait until the moments of all slices are known.
+of any channel of the layer are not finite, the batch must leave all averages of the layer unchanged. Some slices may
+already have been updated when such moments are found. So the old averages are saved in the array ``before``, and the
+program that finishes the last slice restores them if necessary. This way, no program has to wait until the moments of
+all slices are known.
 
 The tuple ``running`` has the running mean, the running variance, the number of batches and the number of skipped
 batches.
