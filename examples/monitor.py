@@ -40,7 +40,7 @@ def train(net, folder, steps=300):
     last = monitor.layers[-1]
     unit = typical_unit(monitor.records, last)
     low, middle, high = monitor.records[-1].percentiles[last].z[:, unit].tolist()
-    print(f"{folder.name}: unit {unit} of layer {last} ends at percentiles {low:.2f}, {middle:.2f}, {high:.2f}")
+    print(f"{folder.name}: last percentiles of unit {unit} in layer {last}: {low:.2f}, {middle:.2f}, {high:.2f}")
 
 
 folder = Path("runs/monitor-example")

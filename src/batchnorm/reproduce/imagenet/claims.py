@@ -239,7 +239,8 @@ def wider_range(finished: Mapping[str, Finished]) -> Verdict:
 
     If there are finished runs of BN-Baseline at five times Inception's rate, the claim holds if BN-Baseline trains at
     that rate and Inception diverges or stays at chance. Otherwise, the sweeps of rates decide: the claim holds if the
-    highest rate that trains is higher with BN. Until both sweeps have the same highest rate, the verdict is NOT_RUN.
+    highest rate that trains is higher with BN. If a sweep has no finished runs, or if the highest rates of the two
+    sweeps differ, the verdict is NOT_RUN.
 
     Paper: Sec. 3.3
     """

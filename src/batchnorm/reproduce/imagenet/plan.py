@@ -153,7 +153,9 @@ def _accuracy(file: Path) -> float:
     try:
         return float(json.loads(file.read_text())["result"]["top1"] or 0.0)
     except (ValueError, TypeError, KeyError) as error:
-        raise ValueError(f"{file} is not the result file of a run: {error!r}") from error
+        raise ValueError(
+            f"{file} is not the result file of a run ({error!r}): choose another --results, or move the file away"
+        ) from error
 
 
 def _rate(group: dict[str, Any], run: dict[str, Any], best: dict[str, float | None]) -> tuple[float | None, str | None]:

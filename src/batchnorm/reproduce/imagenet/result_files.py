@@ -59,7 +59,7 @@ class Finished:
 
     @property
     def diverged(self) -> bool:
-        """Whether the loss became NaN or infinite, which ends the run."""
+        """Whether the loss, or an output of the final network, became NaN or infinite."""
         return bool(self.result["diverged"])
 
     @property
@@ -178,10 +178,15 @@ def read_result(path: Path, keys: Sequence[str]) -> dict[str, Any]:
     try:
         content = dict(json.loads(path.read_text()))
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{path} is not the result file of a run: {error}") from error
+        raise ValueError(
+            f"{path} is not the result file of a run ({error}): choose another --results, or move the file away"
+        ) from error
     missing = [key for key in keys if key not in content]
     if missing:
-        raise ValueError(f"{path} is not the result file of a run: it has no {', '.join(map(repr, missing))}")
+        raise ValueError(
+            f"{path} is not the result file of a run (it has no {', '.join(map(repr, missing))}): choose another"
+            " --results, or move the file away"
+        )
     return content
 
 

@@ -35,8 +35,8 @@ CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_b
 def share_of(processes: int) -> int:
     """Return the percentage of the multiprocessors that each process gets, one of SHARES.
 
-    Each of n processes gets about 2/n of the multiprocessors or more, because a process does not keep its
-    multiprocessors busy all the time.
+    Each of n processes gets at least 2/n of the multiprocessors, because a process does not keep its multiprocessors
+    busy all the time.
 
     >>> [share_of(processes) for processes in (2, 4, 6, 8, 12)]
     [100, 50, 50, 25, 25]

@@ -42,8 +42,8 @@ class Jacobian(Experiment):
 class HiddenLayer(NamedTuple):
     """A hidden layer y = gamma x_hat + beta with x_hat = (Wu + b - mu) / sd, where u is the layer's input.
 
-    Here mu and sd are the population mean and standard deviation of Wu + b. Without batch normalization, gamma = sd and
-    beta = mu, so that y = Wu + b.
+    Here mu and sd are the population mean and standard deviation of Wu + b; with batch normalization, eps is added to
+    the variance. Without batch normalization, gamma = sd and beta = mu, so that y = Wu + b.
     """
 
     weight: Tensor
