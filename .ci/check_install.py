@@ -86,7 +86,7 @@ def makefile_triton() -> str:
     """Return the Makefile's requirement for Triton, which torch's CPU build on Linux does not install."""
     found = re.search(r"^TRITON := (\S+)$", (ROOT / "Makefile").read_text(), re.M)
     if found is None:
-        raise SystemExit("check_install: the Makefile no longer has a line 'TRITON := ...'")
+        raise SystemExit("check_install: the Makefile needs a line such as 'TRITON := triton==3.6.0'")
     return found[1]
 
 

@@ -47,7 +47,7 @@ class Bottleneck(nn.Module):
 
 
 class ConvNorm(nn.Module):
-    """A module for use in other modules; its own forward ends with a batch normalization."""
+    """A module for use in other modules; its own forward applies a convolution, a BN and, if given, an activation."""
 
     def __init__(self, activation=None):
         super().__init__()

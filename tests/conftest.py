@@ -86,8 +86,8 @@ def pytest_collect_file():
     """Look for docstring examples in src only.
 
     Without Triton, some modules in src cannot be imported, so pytest is configured to skip such modules when it looks
-    for examples. In a test file, that would hide an import error: the second import finds what the first one left in
-    sys.modules, and the whole file would be skipped.
+    for examples. In a test file, this would hide an import error: the search for examples would leave the partly
+    imported module in sys.modules, where pytest would take it for the whole file and miss its tests.
     """
     return [collector for collector in (yield) if not isinstance(collector, DoctestModule)]
 

@@ -1,7 +1,7 @@
 // Emulates a GPU for resident.cu and pixel_blocks.cu: each block is an OS thread, and the block's threads are fibers that
 // take turns on it.
 //
-// Asynchronous copies into shared memory happen only when the kernel waits for them. Until then, shared memory is NaN.
+// Asynchronous copies into shared memory happen only when the kernel waits for them. Shared memory starts as NaN.
 
 #include <atomic>
 #include <cmath>
@@ -62,7 +62,7 @@ static thread_local ucontext_t scheduler;
 static thread_local const std::function<void()>* body;
 static thread_local u64 passed;        // number of barriers that the block has passed
 static thread_local int waiting;       // number of threads that wait at the next barrier
-// How often each group of lanes has met, by its first thread: first the groups within warps, then whole warps.
+// How often each group of lanes has met. The index is the group's first thread, plus THREADS for a whole warp.
 static thread_local u64 met[2 * THREADS];
 static thread_local int here[2 * THREADS];
 static thread_local u32 shown[THREADS];

@@ -29,7 +29,7 @@ def _source(node):
 
 
 def feeding(net, x):
-    """Return, for each activation, the paths of the BN layers that feed it, one of which can fuse it, and its name."""
+    """Return, for each activation, the paths of the BN layers that feed it (one of them can fuse it), and its name."""
     with warnings.catch_warnings(action="ignore"), torch.no_grad():
         exported = torch.export.export(net.eval(), (x,))
     buffers = exported.graph_signature.inputs_to_buffers

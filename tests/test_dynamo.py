@@ -181,7 +181,7 @@ def test_one_graph_serves_all_batch_sizes(how):
     net = scramble_(net).double()
     compiled = torch.compile(copy.deepcopy(net), backend=backend, fullgraph=True, **options)
     torch.testing.assert_close(compiled(inputs[0]), net(inputs[0]))
-    graphs = backend.graphs  # Dynamo may compile twice to make numbers such as eps constants
+    graphs = backend.graphs  # Dynamo may compile twice, to turn numbers such as eps into constants
     assert counters["batchnorm"]["fused"] == graphs
     assert counters["batchnorm"]["residuals"] == graphs
     for x in inputs[1:]:

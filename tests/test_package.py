@@ -91,7 +91,7 @@ def test_imports_point_down():
         assert mine in LEVEL, f"{mine} has no place in the layering: add it to LAYERS"
         others = [other for other in imports_of(path) if other != mine and other in LEVEL]
         wrong += [f"{path.relative_to(SOURCE)} imports {o}" for o in others if LEVEL[o] >= LEVEL[mine]]
-    assert not wrong, "not below them: " + "; ".join(wrong)
+    assert not wrong, "a module may import only from rows of LAYERS below its own: " + "; ".join(wrong)
 
 
 @pytest.mark.parametrize(

@@ -135,9 +135,84 @@ def test_upstream_population_on_a_residual_network():
         torch.testing.assert_close(net.get_submodule(name).running_mean, x.mean((0, 2, 3)), rtol=1e-10, atol=1e-12)
 
 
-def test_upstream_population_needs_batches_that_can_be_read_again():
+class OneShot:
+    """An iterable, but no iterator, that gives its batches only once; tqdm(generator) is one."""
+
+    def __init__(self, batches):
+        self.batches = iter(batches)
+
+    def __iter__(self):
+        yield from self.batches
+
+
+@pytest.mark.parametrize("kind", [iter, OneShot])
+def test_upstream_population_needs_batches_that_can_be_read_again(kind):
+    net = deep()
+    before = copy.deepcopy(net.state_dict())
     with pytest.raises(ValueError, match="pass a list or a DataLoader"):
-        bn.estimate_(deep(), iter(unequal_batches(4)), upstream="population")
+        bn.estimate_(net, kind(unequal_batches(4)), upstream="population")
+    torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
+
+
+class Domains(nn.Module):
+    """One batch normalization per camera, and one after both."""
+
+    def __init__(self):
+        super().__init__()
+        self.norms = nn.ModuleList(nn.BatchNorm1d(3) for _ in range(2))
+        self.head, self.out = nn.Linear(3, 3), nn.BatchNorm1d(3)
+
+    def forward(self, x, camera):
+        return self.out(self.head(torch.relu(self.norms[camera](x))))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_upstream_population_reaches_layers_that_the_first_batch_skips(first):
+    net = Domains().double()
+    batches = [{"x": torch.randn(8, 3).double() * (1 + 2 * (k % 2)) + 4 * (k % 2), "camera": k % 2} for k in range(6)]
+    bn.estimate_(net, batches[first:] + batches[:first], rule="pooled", upstream="population")
+    inputs = [torch.cat([b["x"] for b in batches if b["camera"] == camera]) for camera in (0, 1)]
+    whitened = [(x - x.mean(0)) / (x.var(0, correction=0) + 1e-5).sqrt() for x in inputs]
+    after = net.head(torch.relu(torch.cat(whitened)))
+    for layer, x in zip([*net.norms, net.out], [*inputs, after], strict=True):
+        torch.testing.assert_close(layer.running_mean, x.mean(0), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(layer.running_var, x.var(0, correction=0), rtol=1e-10, atol=1e-12)
+
+
+def test_upstream_population_needs_one_order_of_the_layers():
+    class EitherOrder(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.last = (nn.BatchNorm1d(3) for _ in range(3))
+
+        def forward(self, x, swap):
+            x = self.a(self.b(x)) if swap else self.b(self.a(x))
+            return self.last(x) if swap else x
+
+    batches = [{"x": torch.randn(8, 3), "swap": swap} for swap in (False, True)]
+    with pytest.raises(ValueError, match="in different orders"):
+        bn.estimate_(EitherOrder(), batches, upstream="population")
+
+
+@pytest.mark.parametrize("upstream", ["batch", "population"])
+def test_a_loader_of_unknown_length(upstream):
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(torch.arange(12.0).reshape(12, 1))
+
+    net = nn.Sequential(nn.BatchNorm1d(1))
+    bn.estimate_(net, torch.utils.data.DataLoader(Stream(), batch_size=4), rule="pooled", upstream=upstream)
+    assert net[0].running_mean.item() == 5.5
+
+
+def test_the_default_device_is_not_used():
+    torch.set_default_device("meta")
+    try:
+        net = nn.Sequential(nn.BatchNorm1d(1, device="cpu"))
+        bn.estimate_(net, [torch.tensor([[0.0], [2.0]], device="cpu"), torch.tensor([[4.0], [6.0]], device="cpu")])
+    finally:
+        torch.set_default_device(None)
+    assert net[0].running_mean.item() == 3.0
 
 
 def test_a_layer_called_several_times_gets_the_moments_of_all_its_calls():

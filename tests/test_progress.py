@@ -19,7 +19,7 @@ def test_short_passes_show_nothing(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(("items", "shown"), [([1, 2, 3], "pass: 2 of 3\n"), (iter([1, 2, 3]), "pass: 2\n")])
+@pytest.mark.parametrize(("items", "shown"), [([1, 2, 3], "pass: 2 of 3\n"), ((n for n in (1, 2, 3)), "pass: 2\n")])
 def test_long_passes_print_lines_where_there_is_no_terminal(monkeypatch, capsys, items, shown):
     monkeypatch.setattr(module, "PATIENCE", -1.0)
     assert list(progress(items, "pass")) == [1, 2, 3]

@@ -14,8 +14,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from graphlib import TopologicalSorter
-from itertools import count, islice
+from graphlib import CycleError, TopologicalSorter
+from itertools import chain, count, islice
 from math import inf, prod
 from types import FrameType
 from typing import Any, Literal
@@ -28,12 +28,12 @@ from torch.overrides import TorchFunctionMode
 
 from . import collectives, network_call, ops
 from .change_report import LayerStatistics, Population, Site
-from .graph import TracedCall, trace
+from .graph import Graph, TracedCall, trace
 from .graph.kinds import keeps_torch_forward
 from .layers import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d, Renorm, Sync
 from .network_copy import restored
 from .ops.moments import AveragedMoments, MomentAccumulator, batch_moments, merge_averages
-from .progress import progress
+from .progress import length_of, progress
 
 __all__ = ["LayerStatistics", "Population", "estimate_"]
 
@@ -44,6 +44,7 @@ Layers = dict[TorchBatchNorm, str]
 # If a layer of one of these classes is called in training mode with momentum 1, its running mean and variance become
 # the batch's mean and unbiased variance.
 KNOWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d)
+ONE_SHOT = "upstream='population' reads the batches several times; pass a list or a DataLoader, not an iterator"
 FUNCTIONS = (F.batch_norm, torch.batch_norm, torch.native_batch_norm)
 
 
@@ -132,11 +133,17 @@ def estimate_(
     with torch.no_grad(), network_call.eagerly(), restored(net), _without_renorm(layers):
         for module in net.modules():
             module.training = upstream == "batch" and module in layers
-        passes = [layers] if upstream == "batch" or not layers else _by_depth(net, layers, batches, forward)
+        passes, unread, read = [layers], batches if layers else islice(batches, 1), list[int]()
+        if upstream == "population" and layers:
+            passes, unread = _by_depth(net, layers, batches, forward)
         for number, together in enumerate(passes, 1):
             observers = [_Observer(m, path, rule, direct=upstream == "population") for m, path in together.items()]
             label = f"estimating population statistics, pass {number} of {len(passes)}"
-            _run(net, batches if layers else islice(batches, 1), forward, observers, functional, label)
+            shown = progress(unread, label, length_of(batches), "batch") if collectives.rank() == 0 else unread
+            read.append(_run(net, shown, forward, observers, functional))
+            if read[0] > 0 == read[-1]:
+                raise ValueError(ONE_SHOT)
+            unread = batches
             for observer in observers:
                 observer.layer.training = False
                 averages = observer.averages()
@@ -197,31 +204,38 @@ def _layers_to_estimate(net: nn.Module) -> tuple[Layers, list[Site]]:
 
 def _by_depth(
     net: nn.Module, layers: Layers, batches: Iterable[Any], forward: network_call.Forward | None
-) -> list[Layers]:
+) -> tuple[list[Layers], Iterable[Any]]:
     """Group the layers into passes, so that each layer is in a later pass than the layers that its inputs depend on.
 
     If a layer is shared, that is, called several times, another layer and the shared layer can depend on each other.
-    In this case, the other layer does not wait for the shared layer.
+    In this case, the other layer does not wait for the shared layer. All ranks get the same passes.
+
+    Return the passes, and the batches for the first pass.
     """
-    if iter(batches) is batches:
-        raise ValueError(
-            "upstream='population' reads the batches several times; pass a list or a DataLoader, not an iterator"
-        )
-    first = next(iter(batches), None)
-    if first is None:
-        return []
-    graph = trace(net, first, forward)
-    # For each call, the batch normalization layers on the paths from the network's input to the call, including the
-    # called layer.
-    reaching: dict[TracedCall, set[nn.Module]] = {}
+    iterator = iter(batches)
+    if iterator is batches:
+        raise ValueError(ONE_SHOT)
+    first = list(islice(iterator, 1))
+    graphs = [trace(net, batch, forward) for batch in first]
+    unread: Iterable[Any] = chain(first, iterator)
+    missing: set[nn.Module] = {m for m in layers if not any(graph.calls_of(m) for graph in graphs)}
+    if missing:
+        graphs += _graphs_of_others(net, missing, iterator, forward)
+        unread = batches
     # For each batch normalization layer, those on the paths from the network's input to any of its calls.
     above: dict[nn.Module, set[nn.Module]] = {}
-    for call in graph.calls:
-        found = reaching[call] = set().union(*(reaching.get(v.producer, ()) for v in call.inputs if v.producer))
-        if isinstance(call.module, TorchBatchNorm) and call.module in layers:
-            above.setdefault(call.module, set()).update(found)
-            found.add(call.module)
-    shared = {m for m in above if len(graph.calls_of(m)) > 1}
+    shared = set[nn.Module]()
+    for graph in graphs:
+        # For each call, the batch normalization layers on the paths from the network's input to the call, including
+        # the called layer.
+        reaching: dict[TracedCall, set[nn.Module]] = {}
+        for call in graph.calls:
+            found = reaching[call] = set().union(*(reaching.get(v.producer, ()) for v in call.inputs if v.producer))
+            if isinstance(call.module, TorchBatchNorm) and call.module in layers:
+                above.setdefault(call.module, set()).update(found)
+                found.add(call.module)
+        shared |= {m for m in above if len(graph.calls_of(m)) > 1}
+    above, shared = _of_all_ranks(layers, above, shared)
     for m in shared:
         m.training = True  # a shared layer uses batch statistics until its population statistics are estimated
     # The transitive closure of `above`: a layer that depends on a shared layer also depends on every layer before any
@@ -235,13 +249,48 @@ def _by_depth(
     sorter = TopologicalSorter(
         {m: {n for n in above[m] - {m} if n not in shared or m not in depends[n]} for m in above}
     )
-    sorter.prepare()
+    try:
+        sorter.prepare()
+    except CycleError:
+        raise ValueError(
+            "batches take the network's layers in different orders, so upstream='population' cannot estimate one layer"
+            " after the other: use upstream='batch'"
+        ) from None
     passes = []
     while sorter.is_active():
         ready = sorter.get_ready()
         passes.append({m: layers[m] for m in layers if m in ready})
         sorter.done(*ready)
-    return passes
+    return passes, unread
+
+
+def _graphs_of_others(
+    net: nn.Module, missing: set[nn.Module], batches: Iterable[Any], forward: network_call.Forward | None
+) -> Iterator[Graph]:
+    """Trace each batch that reaches a layer that no earlier batch has reached."""
+    device, reached = network_call.device_of(net), set[nn.Module]()
+    for batch in batches:
+        with ExitStack() as stack:
+            for m in missing:
+                stack.enter_context(m.register_forward_pre_hook(lambda m, _: reached.add(m)))
+            network_call.call(net, network_call.to_device(batch, device, copy=True), forward)
+        if reached & missing:
+            yield trace(net, batch, forward)
+            missing = missing - reached
+
+
+def _of_all_ranks(
+    layers: Layers, above: dict[nn.Module, set[nn.Module]], shared: set[nn.Module]
+) -> tuple[dict[nn.Module, set[nn.Module]], set[nn.Module]]:
+    """Merge what the ranks found on their own batches."""
+    by_path: dict[str, nn.Module] = {path: m for m, path in layers.items()}
+    path_of = {m: path for path, m in by_path.items()}
+    mine = {path_of[m]: [path_of[n] for n in found] for m, found in above.items()}, [path_of[m] for m in shared]
+    merged: dict[nn.Module, set[nn.Module]] = {}
+    for theirs, _ in (ranks := collectives.gather_objects(mine)):
+        for path, found in theirs.items():
+            merged.setdefault(by_path[path], set()).update(by_path[name] for name in found)
+    return merged, {by_path[path] for _, paths in ranks for path in paths}
 
 
 def _run(
@@ -250,20 +299,19 @@ def _run(
     forward: network_call.Forward | None,
     observers: list[_Observer],
     functional: _FunctionalCalls,
-    label: str,
-) -> None:
-    """Run the network on all batches while the observers record the moments of their layers."""
-    device = network_call.device_of(net)
+) -> int:
+    """Run the network on all batches while the observers record their layers' moments; return how many batches."""
+    device, number = network_call.device_of(net), -1
     functional.observers = {observer.layer: observer for observer in observers if observer.own_forward}
     with ExitStack() as stack:
         for observer in observers:
             stack.enter_context(observer.observing())
-        shown = progress(batches, label, unit="batch") if collectives.rank() == 0 else batches
         if any(m.training and _is_synchronized(m) for m in net.modules()):
-            shown = _equal_on_all_ranks(shown)
-        for number, batch in enumerate(shown):
+            batches = _equal_on_all_ranks(batches)
+        for number, batch in enumerate(batches):
             with functional if number == 0 or functional.observers else nullcontext():
                 network_call.call(net, network_call.to_device(batch, device, copy=True), forward)
+    return number + 1
 
 
 def _is_synchronized(module: nn.Module) -> bool:

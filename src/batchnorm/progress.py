@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
+from operator import length_hint
 from threading import Lock, Timer
 from typing import Any, TypeVar
 
@@ -22,8 +23,7 @@ def progress(items: Iterable[T], label: str, total: int | None = None, unit: str
     >>> list(progress([1, 2], "counting"))
     [1, 2]
     """
-    if total is None and isinstance(items, Sized):
-        total = len(items)
+    total = length_of(items) if total is None else total
     start = time.monotonic()
     iterator = enumerate(items, 1)
     for _, item in iterator:
@@ -37,6 +37,16 @@ def progress(items: Iterable[T], label: str, total: int | None = None, unit: str
         for done, item in iterator:
             yield item
             display.update(label, done)
+
+
+def length_of(items: Iterable[object]) -> int | None:
+    """Return the number of items if it is known.
+
+    >>> length_of([1, 2]), length_of(iter([1, 2])), length_of(x for x in [1, 2])
+    (2, 2, None)
+    """
+    # Some objects, such as a DataLoader of an IterableDataset, have a __len__ that raises TypeError.
+    return length_hint(items) or None
 
 
 class Steps:

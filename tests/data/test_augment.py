@@ -17,7 +17,7 @@ def draws_of(augment, n, seed=0):
 
 
 def numbers_of(n, seed=0):
-    """Return the random numbers of n images: one to mirror, three factors, four to sort, three of noise."""
+    """Return the random numbers of n images: one for mirroring, three factors, four sort keys, three for noise."""
     generator = torch.Generator().manual_seed(seed)
     return torch.cat([torch.rand(n, 8, generator=generator), torch.randn(n, 3, generator=generator)], dim=1)
 

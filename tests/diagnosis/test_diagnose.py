@@ -203,6 +203,15 @@ def test_rare_values_are_not_stale(p):
         assert "stale_averages" not in rules(net, batches)
 
 
+def test_the_variance_of_features_that_are_constant_on_the_batches_is_unknown():
+    net = healthy()
+    bn.estimate_(net, batches := [torch.cat([x[:, :4], torch.zeros(64, 2)], 1) for x in data()])
+    first = nn.Sequential(nn.BatchNorm1d(6), net)
+    bn.estimate_(first, batches)
+    first[0].running_var[4:] = 0.01  # they vary in the training data
+    assert "stale_averages" not in rules(first.train(), batches)
+
+
 def test_a_variance_that_is_off():
     net = healthy()
     net.bn2.running_var *= 9

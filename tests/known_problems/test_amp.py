@@ -1,4 +1,4 @@
-"""Under AMP, one inf ruins ``torch.nn``'s statistics for good; half-precision buffers (pytorch 90342, 70901)."""
+"""Under AMP, one inf ruins ``torch.nn``'s statistics for good, and ``half()`` rounds them (pytorch 90342, 70901)."""
 
 import pytest
 import torch

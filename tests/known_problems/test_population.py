@@ -23,7 +23,7 @@ def test_batches_of_eight_and_two():
     assert net[0].running_var.item() == pytest.approx(16.0)
     bn.estimate_(net, UNEVEN, rule="paper")
     assert net[0].running_mean.item() == pytest.approx(2.0), "weighted by the number of examples"
-    assert net[0].running_var.item() == 0.0, "no batch varies: what lines 8 to 10 say of these batches"
+    assert net[0].running_var.item() == 0.0, "Alg. 2, lines 8 to 10 average the batches' variances, which are 0"
 
 
 def test_frozen_layers_are_kept_and_dropout_is_off():

@@ -63,6 +63,21 @@ def test_the_papers_rule_averages_over_all_ranks_batches():
     torch.testing.assert_close(var, batches.var(1).mean(0))
 
 
+def camera_rank(rank, world_size):
+    net = nn.ModuleList(nn.BatchNorm1d(3) for _ in range(2)).double()
+    cameras = [0, 1] if rank == 0 else [1, 0]
+    batches = list(zip(data(rank), cameras, strict=False)) if rank < 2 else []
+    bn.estimate_(net, batches, rule="pooled", upstream="population", forward=lambda net, batch: net[batch[1]](batch[0]))
+    return net[0].running_mean, net[1].running_mean
+
+
+def test_ranks_whose_first_batches_reach_other_layers_or_none():
+    results = on_ranks(3, camera_rank)
+    for found in results:
+        torch.testing.assert_close(found[0], torch.cat([data(0)[0], data(1)[1]]).mean(0))
+        torch.testing.assert_close(found[1], torch.cat([data(0)[1], data(1)[0]]).mean(0))
+
+
 def adapted_rank(rank, world_size):
     net = nn.Sequential(bn.BatchNorm1d(3)).double()
     return bn.adapt(net, list(data(rank))[: 1 + rank], prior=3.0)[0].running_mean

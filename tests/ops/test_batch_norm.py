@@ -43,7 +43,8 @@ def check(x, activation=None, with_residual=False, feature_dims=1, eps=EPS, scal
     assert_near(moments.mean, want.mean, stats, "mean")
     assert_near(moments.var, want.var, stats, "var", 5 * scale)
     assert_near(x.grad, want.dx, x.dtype, "dx", scale, want.dx_terms)
-    # The parameters are float32. If g' is computed from y, the terms of their gradients also have the rounding of y.
+    # The parameters are float32. But if the activation's derivative is computed from y, the terms of the parameters'
+    # gradients also contain the rounding errors of y.
     wide = torch.float32 if x.dtype == torch.float64 else x.dtype
     assert_near(gamma.grad, want.dgamma, wide, "dgamma", scale, want.sum_terms)
     assert_near(beta.grad, want.dbeta, wide, "dbeta", scale, want.sum_terms)

@@ -53,7 +53,7 @@ def draw(*shape, dtype=torch.float32, mean=0.0, std=1.0, format=torch.contiguous
 
 
 def check(x, activation="identity", with_residual=False, eps=EPS, scale=1.0):
-    """Run forward and backward and compare y, every gradient and the moments with the oracle; nothing else changes."""
+    """Compare y, every gradient and the moments with the oracle, and check that the inputs do not change."""
     x = x.detach().requires_grad_()
     activation = activation if isinstance(activation, Activation) else Activation(activation)
     gamma = ((torch.rand(x.shape[1]) + 0.5) * spread(activation)).requires_grad_()

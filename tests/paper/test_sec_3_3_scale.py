@@ -1,8 +1,9 @@
-"""Section 3.3: BN((aW)u) = BN(Wu); the Jacobian by u does not change, and the Jacobian by aW is divided by a.
+"""Section 3.3: BN((aW)u) = BN(Wu), and the Jacobian with respect to u does not change.
 
-If eps = 0, this is exact for a > 0. For a < 0, the output changes its sign, so the paper's "for a scalar a" needs
-a > 0. If eps > 0, the output without gamma and beta is v * a/sqrt(a^2 var + eps), where v is Wu minus its mean. With
-c = sqrt((var + eps)/(var + eps/a^2)), this is c times the output at a = 1, so the relative difference is |c - 1|.
+The Jacobian with respect to aW is that with respect to W, divided by a. If eps = 0, all this is exact for a > 0. For
+a < 0, the output changes its sign, so the paper's "for a scalar a" needs a > 0. If eps > 0, the output without gamma
+and beta is v * a/sqrt(a^2 var + eps), where v is Wu minus its mean. With c = sqrt((var + eps)/(var + eps/a^2)), this
+is c times the output at a = 1, so the relative difference is |c - 1|.
 """
 
 import pytest

@@ -87,7 +87,7 @@ def test_one_process_needs_nothing(service):
 
 
 def test_every_number_of_processes_gets_a_share_that_was_checked():
-    # 33 percent, which six processes used to get, makes bfloat16 convolutions return NaN.
+    # At 33 percent, which is 2/6 of the multiprocessors, bfloat16 convolutions return NaN, so six processes get 50.
     assert {share_of(processes) for processes in range(2, 100)} == set(SHARES)
     assert share_of(6) == 50
 

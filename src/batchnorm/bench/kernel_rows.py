@@ -78,7 +78,7 @@ def hardware() -> dict[str, Any]:
         "torch": torch.__version__,
         "triton": version("triton"),
         "python": platform.python_version(),
-        "method": "median of 11 CUDA-graph replays over inputs of 180 MB, but at most 64 sets; outputs kept; forward and backward",
+        "method": "median of 11 CUDA-graph replays over inputs of 180 MB, but at most 64 sets; outputs kept",
     }
 
 

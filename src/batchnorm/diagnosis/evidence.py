@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 from math import prod
@@ -19,7 +19,7 @@ from ..layers import BatchNorm, Ghost, Sync
 from ..layers.norm_act import NormAct
 from ..network_copy import SharedWithOriginalError, isolated, private_copy
 from ..ops.moments import AveragedMoments, MomentAccumulator, batch_moments
-from ..progress import progress
+from ..progress import length_of, progress
 
 
 class SingleValueError(Exception):
@@ -168,8 +168,8 @@ def collect(
         twin.get_submodule(layer.path).training = layer.module.training if net.training else layer.trains
         layer.watch(twin)
     device, number = network_call.device_of(net), 0
-    total = len(batches) if isinstance(batches, Sized) else None
-    for number, batch in enumerate(progress(chain([first], iterator), "diagnosing", total, unit="batch"), 1):
+    shown = progress(chain([first], iterator), "diagnosing", length_of(batches), unit="batch")
+    for number, batch in enumerate(shown, 1):
         for layer in layers:
             layer.calls = 0
         with isolated(net, twin, seed=number):

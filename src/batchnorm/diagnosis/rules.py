@@ -122,7 +122,8 @@ def _gaps(layer: Layer, averages: AveragedMoments) -> tuple[float, float, int, i
     var_error = (averages.var_spread / others).sqrt() / scale
     var_gap = (running_var - var).abs() / scale
     off = mean_gap > (sigmas * mean_error).clamp(min=MEAN_GAP)
-    off |= var_gap > (sigmas * var_error).clamp(min=1 - 1 / FACTOR)
+    # A feature that is constant on these batches may vary on others, so its variance is unknown.
+    off |= (var > 0) & (var_gap > (sigmas * var_error).clamp(min=1 - 1 / FACTOR))
     if not off.any():
         return 0.0, 1.0, 0, off.numel()
     factor = scale / (torch.minimum(var, running_var) + layer.module.eps)

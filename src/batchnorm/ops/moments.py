@@ -171,7 +171,7 @@ class MomentAccumulator:
     def _merge_pending(self) -> None:
         counts, *moments = zip(*self._pending, strict=True)
         self._pending = []
-        m = torch.tensor([float(c) for c in counts], dtype=torch.float64)
+        m = torch.tensor([float(c) for c in counts], dtype=torch.float64, device="cpu")
         means, variances = (torch.stack(column).cpu().double()[m > 0] for column in moments)
         m = m[m > 0]
         if len(m) == 0:
@@ -188,7 +188,7 @@ def merge_averages(parts: Iterable[AveragedMoments | None]) -> AveragedMoments |
     if len(present) < 2:
         return present[0] if present else None
     columns = ([getattr(part, name) for part in present] for name in ("mean", "var", "mean_spread", "var_spread"))
-    m = torch.tensor([part.count for part in present], dtype=torch.float64)
+    m = torch.tensor([part.count for part in present], dtype=torch.float64, device="cpu")
     return _average(sum(part.batches for part in present), m, *map(torch.stack, columns))
 
 

@@ -94,7 +94,7 @@ def insert(
     places, sites = _select(find(net, graphs), where)
     norms = {place: _norm(place, per_activation) for place in places}
     if init == "identity":
-        _set_identity(net, norms, batches or [], forward)
+        _set_identity(net, norms, [] if batches is None else batches, forward)
     result = copy_with(net, {place.module: partial(_make, place, norm) for place, norm in norms.items()})
     error = None
     if init == "identity":
@@ -160,6 +160,7 @@ def _set_identity(
 
     Paper: Sec. 3, "could recover the original activations"
     """
+    network_call.check_batches(batches)
     accumulators = {place: MomentAccumulator() for place in norms}
     twin = private_copy(net).eval()
     for place, accumulator in accumulators.items():
