@@ -98,8 +98,9 @@ def estimate_(
         upstream: the statistics that the batch normalization layers before an estimated layer normalize by. "batch":
             the statistics of each batch, as in training; this takes one pass over the batches. "population": the
             population statistics estimated so far; this takes one pass for each batch normalization layer on the
-            longest path through the network, and one more if the first batch does not reach all layers. With "population" and rule "pooled", the result does not depend on how the
-            data is split into batches, unless a layer is called several times.
+            longest path through the network, and one more if the first batch does not reach all layers. With
+            "population" and rule "pooled", the result does not depend on how the data is split into batches, unless a
+            layer is called several times.
         forward: a function that takes the network and a batch, and calls the network; needed for batches of any other
             type.
 
