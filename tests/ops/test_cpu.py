@@ -353,6 +353,16 @@ def test_a_value_that_is_not_finite_stays_in_its_channel(bad, x):
     assert broken.grad[:, [0, 2]].isfinite().all()
 
 
+@pytest.mark.parametrize(
+    "x", [draw(8, 3), draw(4, 64, 64, 64), draw(4, 64, 64, 64, format=LAST)], ids=lambda x: x.stride()
+)
+@pytest.mark.parametrize("huge", [1e20, 3e38, float("inf")])
+@by_every_strategy
+def test_overflow_gives_no_warning(x, huge):  # the tests turn warnings into errors
+    for values in (torch.full_like(x, huge), x.sign() * huge):
+        cpu.run(Call(values.requires_grad_(), None, None, EPS))[0].sum().backward()
+
+
 def test_constant_moments_carry_no_gradient(monkeypatch):
     choose(monkeypatch, "native")
     x = draw(6, 4).requires_grad_()

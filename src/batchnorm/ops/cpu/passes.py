@@ -80,6 +80,7 @@ class BatchNormFunction(torch.autograd.Function):
             scale = invstd if gamma is None else invstd * _vector(gamma)
             out = torch.empty_like(x) if wide is x else wide
             z = _transform(layout, wide, scale, beta, residual, mean, out)
+            moments = _tensor(mean if shift is None else mean + shift, dtype), _tensor(var, dtype)
         y = apply_(activation, z).to(x.dtype)
 
         ctx.set_materialize_grads(False)
@@ -89,7 +90,7 @@ class BatchNormFunction(torch.autograd.Function):
         ctx.needs = needs = derivative_needs(activation, x.dtype)
         at_z = (beta, residual) if needs == "z" else (None, None)
         ctx.save_for_backward(x, gamma, *at_z, y if needs == "y" else None)
-        return y, _tensor(mean if shift is None else mean + shift, dtype), _tensor(var, dtype)
+        return y, *moments
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dmean: Tensor | None, dvar: Tensor | None) -> tuple[Tensor | None, ...]:

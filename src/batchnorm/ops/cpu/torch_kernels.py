@@ -77,8 +77,8 @@ def run(call: Call, constant_moments: bool) -> tuple[Tensor, Moments] | None:
     # result is the biased variance of the batch.
     var, unused = torch.zeros(channels, dtype=dtype), torch.zeros(channels, dtype=dtype)
     y, mean, invstd = torch.native_batch_norm(flatten(x, x), gamma, beta, unused, var, True, (m - 1) / m, eps)
-    ratio = mean.numpy() * invstd.numpy()
-    if not ratio.dot(ratio) <= CONDITION**2:  # not `>`, because NaN must also return None
+    ratio = mean * invstd  # not with NumPy, which would warn about NaN
+    if not ratio.dot(ratio).item() <= CONDITION**2:  # not `>`, because NaN must also return None
         return None
     if residual is not None:
         y = (y + flatten(residual, x)).to(x.dtype)
