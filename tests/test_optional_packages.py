@@ -19,14 +19,16 @@ def test_the_extras_are_those_of_pyproject():
 
 
 def test_everything_missing_is_named_at_once(monkeypatch):
-    for module in ("PIL", "matplotlib"):
+    for module in ("PIL", "matplotlib", "onnx"):
         monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(
         MissingExtraError,
-        match=r"^pillow and matplotlib are not installed; run: pip install pillow matplotlib, or"
-        r" pip install '\.\[report,train\]' in a clone of the repository$",
+        match=r"^pillow, matplotlib and onnx are not installed; run: pip install pillow matplotlib onnx, or"
+        r" pip install '\.\[export,report,train\]' in a clone of the repository$",
     ):
-        check_installed("PIL", "matplotlib", "safetensors")
+        check_installed("PIL", "matplotlib", "onnx", "safetensors")
+    with pytest.raises(MissingExtraError, match=r"^pillow and matplotlib are not installed"):
+        check_installed("PIL", "matplotlib")
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,7 @@ def check_installed(*modules: str) -> None:
 
 def _sentence(modules: list[str], extras: list[str]) -> str:
     names = [PACKAGES.get(module, module) for module in modules]
-    are = "is" if len(names) == 1 else "are"
-    said = f"{' and '.join(names)} {are} not installed; run: pip install {' '.join(names)}"
+    *others, last = names
+    listed = f"{', '.join(others)} and {last} are" if others else f"{last} is"
+    said = f"{listed} not installed; run: pip install {' '.join(names)}"
     return f"{said}, or pip install '.[{','.join(extras)}]' in a clone of the repository"
