@@ -54,6 +54,22 @@ def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     )
 
 
+def check_network(net: Any) -> None:
+    """Raise TypeError if ``net`` is not a network.
+
+    >>> check_network(None)
+    Traceback (most recent call last):
+        ...
+    TypeError: the network must be a torch.nn.Module, not NoneType: pass the network as the first argument
+    """
+    if isinstance(net, nn.Module):
+        return
+    found = f"{type(net).__name__}: pass the network as the first argument"
+    if isinstance(net, type):
+        found = f"the class {net.__name__}: pass an instance"
+    raise TypeError(f"the network must be a torch.nn.Module, not {found}")
+
+
 def check_batches(batches: Iterable[Any]) -> None:
     """Raise an error if ``batches`` is not iterable, or is one tensor, which would be iterated over by example."""
     if not isinstance(batches, Iterable):

@@ -29,11 +29,7 @@ def private_copy(net: nn.Module) -> nn.Module:
         TypeError: if this is not a network, or if it is a wrapper (compiled or parallel) around the user's network.
         ValueError: if the network cannot be copied, or has lazy layers that are not initialized.
     """
-    if not isinstance(net, nn.Module):
-        what = (  # type: ignore[unreachable]
-            f"the class {net.__name__}: pass an instance" if isinstance(net, type) else type(net).__name__
-        )
-        raise TypeError(f"the network must be a torch.nn.Module, not {what}")
+    network_call.check_network(net)
     for wrapper, inner in (
         ("OptimizedModule", "_orig_mod"),
         ("DistributedDataParallel", "module"),

@@ -114,7 +114,8 @@ def estimate_(
         ValueError: if the network's code is found to call ``layer.forward(x)`` instead of ``layer(x)``.
         ValueError: if a layer has its own forward that never calls ``F.batch_norm`` or the forward of its base class,
             or that normalizes an input whose features do not match the layer's running mean.
-        TypeError: if the network cannot be called on the batches; pass ``forward=`` to say how to call it.
+        TypeError: if ``net`` is not a network, or cannot be called on the batches; pass ``forward=`` to say how to call
+            it.
 
     >>> net = nn.Sequential(nn.BatchNorm1d(1))
     >>> report = estimate_(net, [torch.tensor([[0.0], [2.0]]), torch.tensor([[4.0], [6.0]])])
@@ -123,6 +124,7 @@ def estimate_(
 
     Paper: Alg. 2, l. 8-10; Sec. 3.1
     """
+    network_call.check_network(net)
     if rule not in ("paper", "pooled"):
         raise ValueError(f"rule={rule!r} is unknown: choose 'paper' or 'pooled'")
     if upstream not in ("batch", "population"):

@@ -1,5 +1,7 @@
 """Gamma and beta without weight decay."""
 
+import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -41,6 +43,32 @@ def test_decay_leaves_gamma_alone():
     optimizer.step()
     torch.testing.assert_close(net[1].weight, torch.ones(3), check_stride=False)
     torch.testing.assert_close(net[0].weight, before * 0.95)
+
+
+@pytest.mark.parametrize("net", ["net", None, [nn.Linear(3, 3)], torch.optim.SGD(nn.Linear(3, 3).parameters()), 1e-4])
+@pytest.mark.parametrize("verb", [bn.param_groups, bn.freeze_, bn.unfreeze_, bn.revert, bn.estimate_, bn.export])
+def test_what_is_no_network(verb, net):
+    others = {bn.param_groups: (nn.ReLU(),), bn.estimate_: ([],), bn.export: (torch.zeros(1), "net.pt2")}
+    found = f"not {type(net).__name__}: pass the network as the first argument"
+    with pytest.raises(TypeError, match=rf"^the network must be a torch\.nn\.Module, {found}$"):
+        verb(net, *others.get(verb, ()))
+
+
+@pytest.mark.parametrize("decay", ["1e-4", None, [1e-4], nn.Linear(3, 3)])
+def test_a_decay_that_is_no_number(decay):
+    with pytest.raises(TypeError, match=f"weight_decay must be a number, such as 1e-4, not {type(decay).__name__}"):
+        bn.param_groups(nn.Linear(3, 3), decay)
+
+
+@pytest.mark.parametrize("decay", [-0.1, float("nan"), float("inf")])
+def test_a_decay_out_of_range(decay):
+    with pytest.raises(ValueError, match=f"weight_decay={decay}: must be"):
+        bn.param_groups(nn.Linear(3, 3), decay)
+
+
+@pytest.mark.parametrize("decay", [0, np.float32(0.5), np.float64(0.5)])
+def test_a_decay_of_another_type(decay):
+    assert bn.param_groups(nn.Linear(3, 3), decay)[0]["weight_decay"] == decay
 
 
 def test_a_parametrized_norm_is_spared_too():

@@ -96,6 +96,28 @@ def test_other_things_are_no_images(run, files, image, says):
         run.predict([files[0], image])
 
 
+@pytest.mark.parametrize(
+    ("images", "name"),
+    [
+        (None, "NoneType"),
+        (b"bytes", "bytes"),
+        ({"a": torch.zeros(3, 8, 8, dtype=torch.uint8)}, "dict"),
+        (np.zeros((8, 8, 3), np.uint8), "ndarray"),
+        (torch.nn.Sequential(torch.nn.ReLU()), "Sequential"),
+        (io.BytesIO(b"a file"), "BytesIO"),
+    ],
+)
+def test_what_is_neither_an_image_nor_images(run, images, name):
+    with pytest.raises(ValueError, match=f"image 0 is of type {name}: give a path, a Pillow image or a uint8 tensor"):
+        run.predict(images)
+
+
+@pytest.mark.parametrize("size", [None, 1.5, "64"])
+def test_a_batch_size_of_another_type(run, size):
+    with pytest.raises(TypeError, match=f"batch_size must be an int, not {type(size).__name__}"):
+        run.predict([], batch_size=size)
+
+
 def test_damaged_images_are_named(run, files, tmp_path):
     (tmp_path / "text.png").write_text("no image")
     with pytest.raises(ValueError, match=r"text.png cannot be read as an image \(.*cannot identify image file\)$"):

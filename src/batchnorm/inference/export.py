@@ -100,6 +100,7 @@ def export(
 
     Beyond the paper: inference without Python.
     """
+    network_call.check_network(net)
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"path must be a file name, not {type(path).__name__}: call export(net, example, path)")
     path = Path(path)

@@ -8,6 +8,7 @@ from typing import TypeVar
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
+from ..network_call import check_network
 from .batch_norm import BIAS, STATISTICS, WEIGHT, BatchNorm
 
 Network = TypeVar("Network", bound=nn.Module)
@@ -25,6 +26,7 @@ def freeze_(net: Network, *, statistics: bool = True, affine: bool = True) -> Ne
         ValueError: if the network has ``torch.nn`` batch normalization (convert it first) or no batch normalization;
             with ``statistics``, if a layer has no running statistics; with ``affine``, if a gamma or beta is
             parametrized. After an error, the network is unchanged.
+        TypeError: if ``net`` is not a network.
 
     >>> freeze_(BatchNorm(3)).train().frozen_statistics
     True
@@ -64,6 +66,7 @@ def unfreeze_(net: Network, *, statistics: bool = True, affine: bool = True) -> 
     Raises:
         ValueError: if the network has ``torch.nn`` batch normalization or no batch normalization; with ``affine``, if
             a gamma or beta was parametrized after it was frozen. After an error, the network is unchanged.
+        TypeError: if ``net`` is not a network.
 
     >>> unfreeze_(freeze_(BatchNorm(3))).weight.requires_grad
     True
@@ -95,6 +98,7 @@ def _require_parameters(name: str, layer: BatchNorm, bits: int) -> None:
 
 
 def _layers(net: nn.Module, verb: str) -> Iterator[tuple[str, BatchNorm]]:
+    check_network(net)
     found = [(name or type(m).__name__, m) for name, m in net.named_modules() if isinstance(m, TorchBatchNorm)]
     foreign = [name for name, m in found if not isinstance(m, BatchNorm)]
     if foreign and verb == "unfreeze":

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+
+from ..errors import at_least
+from ..network_call import check_network
 
 NORMALIZATIONS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
@@ -22,12 +26,21 @@ def param_groups(net: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
         net: any network.
         weight_decay: the decay of the first group, which holds all parameters except gamma and beta.
 
+    Raises:
+        TypeError: if ``net`` is not a network, or ``weight_decay`` is not a number.
+        ValueError: if ``weight_decay`` is negative or not finite.
+
     >>> net = nn.Sequential(nn.Linear(4, 3, bias=False), nn.BatchNorm1d(3))
     >>> [(len(group["params"]), group["weight_decay"]) for group in param_groups(net, 1e-4)]
     [(1, 0.0001), (2, 0.0)]
 
     Beyond the paper: Sec. 4.2.1 reduces the L2 weight regularization, but does not mention gamma and beta.
     """
+    check_network(net)
+    given: object = weight_decay
+    if not isinstance(given, Real):
+        raise TypeError(f"weight_decay must be a number, such as 1e-4, not {type(given).__name__}")
+    at_least(0, weight_decay=float(weight_decay))
     norms = [module for module in net.modules() if isinstance(module, NORMALIZATIONS)]
     spared = {id(p) for norm in norms for p in norm.parameters()}
     trained = [p for p in net.parameters() if p.requires_grad]

@@ -66,6 +66,7 @@ class Monitor:
         unit_dim: int | Mapping[str, int] = 1,
         sinks: Sequence[Sink] = (),
     ) -> None:
+        network_call.check_network(net)
         if every < 1:
             raise ValueError(f"every={every}: must be 1 or more")
         if list(percentiles) != sorted(percentiles) or len(percentiles) < 2:

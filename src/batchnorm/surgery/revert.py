@@ -47,6 +47,7 @@ def revert(net: nn.Module, example: Any = None, *, forward: network_call.Forward
 
     Beyond the paper: for networks that must run without this library.
     """
+    network_call.check_network(net)
     graphs = [] if example is None else trace_modes(net, example, forward)[0]
     names = {module: name for name, module in net.named_modules()}
     layers = [m for m in names if isinstance(m, BatchNorm)]

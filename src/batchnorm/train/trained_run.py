@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from io import IOBase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -144,8 +146,11 @@ class TrainedRun:
 
         Raises:
             OSError: if a file cannot be read.
+            TypeError: if ``batch_size`` is not an int.
             ValueError: if an image cannot be decoded or has an unsupported type; the message names the image.
         """
+        if not isinstance(batch_size, int):
+            raise TypeError(f"batch_size must be an int, not {type(batch_size).__name__}")
         at_least(1, batch_size=batch_size)
         given = _as_list(images)
         device = next(self.network.parameters()).device
@@ -192,6 +197,8 @@ def _is_rgb(image: Tensor) -> bool:
 def _as_list(images: AnImage | Sequence[AnImage]) -> list[AnImage]:
     if isinstance(images, Tensor):
         return list(images) if images.dim() == 4 else [images]
-    if isinstance(images, str | os.PathLike) or not hasattr(images, "__iter__"):
+    # Iterating over any of these types would not give images.
+    single = (str, bytes, os.PathLike, Mapping, IOBase, np.ndarray, nn.Module)
+    if isinstance(images, single) or not hasattr(images, "__iter__"):
         return [images]
     return list(images)
