@@ -45,6 +45,21 @@ def test_decay_leaves_gamma_alone():
     torch.testing.assert_close(net[0].weight, before * 0.95)
 
 
+class Conditional(bn.BatchNorm1d):
+    """Compute gamma from a condition."""
+
+    def __init__(self, features):
+        super().__init__(features)
+        self.gamma = nn.Sequential(nn.Linear(2, features), nn.LayerNorm(features))
+
+
+def test_other_layers_inside_a_normalization_are_decayed():
+    net = nn.Sequential(Conditional(3))
+    decayed, spared = bn.param_groups(net, 0.1)
+    assert named(net, decayed) == {"0.gamma.0.weight", "0.gamma.0.bias"}
+    assert named(net, spared) == {"0.weight", "0.bias", "0.gamma.1.weight", "0.gamma.1.bias"}
+
+
 @pytest.mark.parametrize("net", ["net", None, [nn.Linear(3, 3)], torch.optim.SGD(nn.Linear(3, 3).parameters()), 1e-4])
 @pytest.mark.parametrize("verb", [bn.param_groups, bn.freeze_, bn.unfreeze_, bn.revert, bn.estimate_, bn.export])
 def test_what_is_no_network(verb, net):

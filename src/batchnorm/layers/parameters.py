@@ -19,8 +19,9 @@ def param_groups(net: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
     Decay on the weights W before a batch normalization only changes their effective step size, since BN((aW)u) = BN(Wu)
     for any a > 0. Decay on gamma and beta changes what the network computes. Gamma and beta are recognized by their
-    layer (batch, instance, layer, group or RMS normalization), not by their shape. Parameters with
-    ``requires_grad=False`` are left out, and a shared parameter appears once.
+    layer (batch, instance, layer, group or RMS normalization), not by their shape. Children of such a layer, such as a
+    Linear in a conditional normalization, are decayed. Parameters with ``requires_grad=False`` are left out, and a
+    shared parameter appears once.
 
     Args:
         net: any network.
@@ -42,7 +43,9 @@ def param_groups(net: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
         raise TypeError(f"weight_decay must be a number, such as 1e-4, not {type(given).__name__}")
     at_least(0, weight_decay=float(weight_decay))
     norms = [module for module in net.modules() if isinstance(module, NORMALIZATIONS)]
-    spared = {id(p) for norm in norms for p in norm.parameters()}
+    # Spare the layer's own parameters, also if they are parametrized, but not those of other children.
+    own = [(name, p) for norm in norms for name, p in norm.named_parameters()]
+    spared = {id(p) for name, p in own if "." not in name or name.startswith("parametrizations.")}
     trained = [p for p in net.parameters() if p.requires_grad]
     return [
         {"params": [p for p in trained if id(p) not in spared], "weight_decay": weight_decay},
