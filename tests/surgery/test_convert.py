@@ -417,6 +417,19 @@ def test_functional_batch_norm_is_listed():
     assert "batch_norm is called as a function" in report[""].reason
 
 
+class ReluAfterDropout(nn.Sequential):
+    def forward(self, x):
+        return torch.relu(super().forward(x))
+
+
+@pytest.mark.parametrize("last", [nn.Linear(4, 4), nn.ReLU(), None])
+def test_dropout_after_a_layer_is_what_its_output_goes_to(last):
+    layers = [bn.BatchNorm1d(4), nn.Dropout()]
+    net = ReluAfterDropout(*layers) if last is None else nn.Sequential(*layers, last)
+    reason = bn.convert(net, torch.randn(8, 4)).report["0"].reason
+    assert reason == "activation: its output goes to '1' (Dropout), which cannot be fused"
+
+
 def test_a_layer_that_only_feeds_a_sum_has_no_activation_to_fuse():
     class Shortcut(nn.Module):
         def __init__(self):

@@ -115,6 +115,10 @@ def _only_activation(layer: nn.Module, calls: list[TracedCall]) -> tuple[nn.Modu
             if output.escapes:
                 readers.append("untraced code (the caller, a hook or a stored reference)")
             return None, f"its output is read by {' and '.join(readers) or 'nothing'}"
+        # In evaluation mode, dropout for example returns its input, so the consumer is what comes after it.
+        between = [c for c in output.handed_on if not is_plain_identity(c.module)]
+        if between:
+            return None, f"its output goes to {between[0]}, which cannot be fused"
         if consumer.module is None:
             why = (
                 "which only rewritten code can fuse"
@@ -122,9 +126,6 @@ def _only_activation(layer: nn.Module, calls: list[TracedCall]) -> tuple[nn.Modu
                 else "which cannot be fused"
             )
             return None, f"its output goes to the function {consumer}, {why}"
-        between = [c for c in output.handed_on if not is_plain_identity(c.module)]
-        if between:
-            return None, f"{between[0]} is called between it and its activation"
         modules.add(consumer.module)
         activation = from_module(consumer.module)
         if activation is None or activation.name == "identity":
