@@ -16,6 +16,13 @@ def test_percentiles_equal_torch_quantile(n):
     torch.testing.assert_close(percentiles_of(x, (0, 15, 50, 85, 100)), expected)
 
 
+def test_the_text_of_a_monitor_is_short():
+    net = nn.Sequential(nn.Linear(4, 3), nn.Sigmoid(), nn.Linear(3, 1), nn.Tanh())
+    with Monitor(net, every=2) as monitor:
+        net(torch.randn(8, 4))
+    assert repr(monitor) == "Monitor(2 layers, every=2, 1 record)"
+
+
 def test_percentiles_run_over_locations_too():
     x = torch.randn(4, 3, 5, 6)
     expected = torch.quantile(x.movedim(1, 0).flatten(1), 0.5, dim=1)

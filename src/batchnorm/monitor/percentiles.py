@@ -90,6 +90,13 @@ class Monitor:
         """The records of gradient changes that are still in memory, oldest first."""
         return self._changes.records
 
+    def __repr__(self) -> str:
+        """Return the number of layers, the steps between records, and the number of records in memory."""
+        layers, records = len(self.layers), len(self.records)
+        return (
+            f"Monitor({layers} layer{'s' * (layers != 1)}, every={self.every}, {records} record{'s' * (records != 1)})"
+        )
+
     def __enter__(self) -> Monitor:
         self._hooks.callback(self.net.register_forward_pre_hook(self._before).remove)
         return self
