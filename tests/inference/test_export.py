@@ -207,6 +207,28 @@ def test_the_argument_is_left_alone(tmp_path):
     torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
 
 
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bn = nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.bn(x) if x.sum() > 0 else x
+
+
+@pytest.mark.parametrize("name", ["net.onnx", "net.pt2"])
+def test_code_that_branches_on_values_is_named_first(tmp_path, name):
+    with pytest.raises(ValueError, match=r"Torch's error: .") as error:
+        bn.export(Branching().eval(), torch.ones(2, 4), tmp_path / name)
+    assert str(error.value).startswith(
+        f"torch cannot export this network to .{name[4:]}. Python code reads the values of a tensor (__bool__ in the"
+        " network), so the network may take other branches for other inputs; if so, use operations on tensors instead,"
+        " such as torch.where. Torch's error: "
+    )
+    assert "\n" not in str(error.value)
+    assert error.value.__cause__ is not None
+
+
 def test_a_missing_extra_is_not_blamed_on_the_network(tmp_path, monkeypatch):
     for module in ("onnxscript", "onnxruntime"):
         monkeypatch.setitem(sys.modules, module, None)

@@ -22,7 +22,7 @@ from ..network_copy import outputs, relative, relative_error, require_numbers
 from ..optional_packages import MissingExtraError, check_installed, require
 from ..progress import Steps
 from ..verify import rounding
-from .fold import fold_with_report, warn_of_left
+from .fold import READS_VALUES, fold_with_report, warn_of_left
 
 # A protobuf file is limited to 2 GiB; the weights of larger networks go into a second file.
 LARGEST_FILE = 1_900_000_000
@@ -137,7 +137,11 @@ def export(
             raise
         except Exception as failure:
             hint = " (try dynamic_batch=False)" if dynamic_batch else ""
-            raise ValueError(f"torch cannot export this network to {path.suffix}{hint}: {failure}") from failure
+            for note in report.notes:
+                if note.startswith(READS_VALUES):
+                    hint = f". {note}; if so, use operations on tensors instead, such as torch.where. Torch's error"
+            why = _first_line(failure)
+            raise ValueError(f"torch cannot export this network to {path.suffix}{hint}: {why}") from failure
         step("running the file")
         errors = _errors(net, load(draft), example, _other_sizes(example) if dynamic_batch else [])
         for size, error in errors.items():
@@ -156,6 +160,13 @@ def export(
 
 Writer = Callable[[nn.Module, Any, Path, bool, dict[str, str]], None]
 Loader = Callable[[Path], Callable[[Any], Any]]
+
+
+def _first_line(error: BaseException) -> str:
+    """Return the first line of the error that caused this one; torch's errors have many lines of debugging advice."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def _errors(net: nn.Module, run: Callable[[Any], Any], example: Any, others: list[int]) -> dict[int, float]:

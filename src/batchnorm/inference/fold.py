@@ -40,6 +40,7 @@ from .fold_plan import (
 )
 from .functional_to_module import NOTHING_TRACED, TracedForwards, as_graph_module, trace_forwards_
 
+READS_VALUES = "Python code reads the values of a tensor"
 SETTINGS = (bool, int, float, str, type(None))
 Makers = dict[nn.Module, Callable[[Memo], nn.Module]]
 
@@ -180,7 +181,7 @@ def _fold(
     )
     sites = [*_sites(source, plan, fused, kept, forwards), *_functions_left(after, kept, forwards)]
     reads = [
-        f"Python code reads the values of a tensor ({call}), so the network may take other branches for other inputs"
+        f"{READS_VALUES} ({call}), so the network may take other branches for other inputs"
         for call in graph.functions(*READS)
     ]
     notes = (*reads[:1], *_notes_on(forwards), *_notes_on_statistics(net))
