@@ -1,6 +1,7 @@
 """Test how networks are called on batches, and how tensors in batches are found and moved."""
 
 from collections import deque
+from functools import partial
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import batchnorm as bn
 from batchnorm import network_call
 
 
@@ -61,6 +63,62 @@ def test_a_network_that_cannot_take_the_batch_names_forward(batch, found):
 def test_a_data_loader_is_no_batch():
     with pytest.raises(TypeError, match=r"a DataLoader is not a batch: pass one batch, such as next\(iter\(loader\)\)"):
         network_call.call(nn.Linear(3, 2), torch.utils.data.DataLoader([torch.zeros(3)]))
+
+
+def test_an_iterator_is_no_batch():
+    with pytest.raises(TypeError, match=r"a generator is not a batch: pass one batch, such as next\(iter\(loader\)\)"):
+        network_call.call(nn.Linear(3, 2), (torch.zeros(1, 3) for _ in range(2)))
+
+
+@pytest.mark.parametrize("batch", [[(torch.zeros(2, 3), 0)] * 2, [{"input": torch.zeros(2, 3)}]])
+def test_a_list_of_batches_gets_a_hint(batch):
+    kind = type(batch[0]).__name__
+    hint = (
+        rf"^the network got the first item of the batch, a {kind} \(if this is a list of batches, pass one of them\): "
+    )
+    with pytest.raises(TypeError, match=hint):
+        network_call.call(nn.Linear(3, 2), batch)
+
+
+VERBS = {
+    "estimate_": bn.estimate_,
+    "estimate_ layer by layer": partial(bn.estimate_, upstream="population"),
+    "adapt": bn.adapt,
+    "diagnose": bn.diagnose,
+    "insert": lambda net, batches: bn.insert(net, torch.zeros(2, 3), init="identity", batches=batches),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS.values(), ids=VERBS)
+@pytest.mark.parametrize(
+    ("batch", "kind", "hint", "why"),
+    [
+        ("text", TypeError, "", "cannot call a network on a batch of type str"),
+        (torch.zeros(2, 5), RuntimeError, "", ".*shapes cannot be multiplied"),
+        (torch.zeros(2).long(), RuntimeError, r" \(if batches is one batch, pass \[batch\]\)", ".*dtype"),
+    ],
+)
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_bad_batch_is_named_by_its_index(verb, batch, kind, hint, why, index):
+    batches = [batch, torch.randn(2, 3)] if index == 0 else (torch.randn(2, 3), batch)
+    net = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.ReLU())
+    with pytest.raises(kind, match=f"^batch at index {index}{hint if index else ''}: {why if index else ''}"):
+        verb(net, batches)
+
+
+@pytest.mark.parametrize("verb", VERBS.values(), ids=VERBS)
+@pytest.mark.parametrize(
+    ("batches", "says"),
+    [
+        ({"input": torch.zeros(2, 3)}, r"not one dict: pass \[batch\] for one batch"),
+        ("text", "such as a list or a DataLoader, not str"),
+        (nn.Sequential(nn.ReLU()), "such as a list or a DataLoader, not Sequential"),
+        (torch.utils.data.TensorDataset(torch.zeros(2, 3)), "such as a list or a DataLoader, not TensorDataset"),
+    ],
+)
+def test_what_is_no_iterable_of_batches(verb, batches, says):
+    with pytest.raises((TypeError, ValueError), match=f"^batches must be an iterable of batches, {says}"):
+        verb(nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.ReLU()), batches)
 
 
 def test_a_type_error_inside_the_network_is_its_own():

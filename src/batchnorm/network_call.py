@@ -6,7 +6,7 @@ import inspect
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from copy import deepcopy
 from types import BuiltinFunctionType, FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
@@ -46,8 +46,8 @@ def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (batch[0],), {}
     if isinstance(batch, Mapping):
         return (), dict(batch)
-    if isinstance(batch, DataLoader):
-        raise TypeError("a DataLoader is not a batch: pass one batch, such as next(iter(loader))")
+    if isinstance(batch, DataLoader | Iterator):
+        raise TypeError(f"a {type(batch).__name__} is not a batch: pass one batch, such as next(iter(loader))")
     raise TypeError(
         f"cannot call a network on a batch of type {type(batch).__name__}: pass a tensor, a tuple or list whose first"
         " item is the input, or a dict of named inputs; for anything else, pass forward=lambda net, batch: net(...)"
@@ -71,14 +71,45 @@ def check_network(net: Any) -> None:
 
 
 def check_batches(batches: Iterable[Any]) -> None:
-    """Raise an error if ``batches`` is not iterable, or is one tensor, which would be iterated over by example."""
-    if not isinstance(batches, Iterable):
-        raise TypeError(f"batches must be an iterable of batches, not {type(batches).__name__}")
+    """Raise an error if ``batches`` is not an iterable of batches, or is one batch: a tensor or a dict."""
+    if not isinstance(batches, Iterable) or isinstance(batches, str | bytes | nn.Module):
+        found = type(batches).__name__
+        raise TypeError(f"batches must be an iterable of batches, such as a list or a DataLoader, not {found}")
+    if isinstance(batches, Mapping):
+        raise ValueError("batches must be an iterable of batches, not one dict: pass [batch] for one batch")
     if isinstance(batches, Tensor):
         raise ValueError(
             f"batches must be an iterable of batches, not a tensor (got one of shape {tuple(batches.shape)}): pass [x]"
             " for one batch, or x.split(64) for several"
         )
+
+
+@contextmanager
+def at_index(index: int, batch: Any) -> Iterator[None]:
+    """Inside the block, put the index of the batch into the messages of exceptions.
+
+    >>> with at_index(3, torch.zeros(2, 3)):
+    ...     raise ValueError("too few features")
+    Traceback (most recent call last):
+        ...
+    ValueError: batch at index 3: too few features
+    """
+    # If a single batch (images, labels) is passed as batches, the labels fail.
+    labels = index > 0 and isinstance(batch, Tensor) and batch.dim() < 2
+    hint = " (if batches is one batch, pass [batch])" if labels else ""
+    with _saying(f"batch at index {index}{hint}"):
+        yield
+
+
+@contextmanager
+def _saying(what: str) -> Iterator[None]:
+    """Inside the block, put ``what`` before the messages of exceptions; keep their types and tracebacks."""
+    try:
+        yield
+    except Exception as error:
+        if len(error.args) == 1 and isinstance(error.args[0], str):
+            error.args = (f"{what}: {error.args[0]}",)
+        raise
 
 
 def call(net: nn.Module, batch: Any, forward: Forward | None = None) -> Any:
@@ -90,8 +121,11 @@ def call(net: nn.Module, batch: Any, forward: Forward | None = None) -> Any:
     if forward is not None:
         return forward(net, batch)
     args, kwargs = arguments(batch)
+    several = isinstance(batch, tuple | list) and isinstance(batch[0], tuple | list | Mapping)
+    given = f"the network got the first item of the batch, a {type(args[0]).__name__}" if several else ""
     try:
-        return net(*args, **kwargs)
+        with _saying(f"{given} (if this is a list of batches, pass one of them)") if several else nullcontext():
+            return net(*args, **kwargs)
     except TypeError as error:
         form = _misfit(net, args, kwargs)
         if form is None:

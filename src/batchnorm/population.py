@@ -219,7 +219,10 @@ def _by_depth(
     if iterator is batches:
         raise ValueError(ONE_SHOT)
     first = list(islice(iterator, 1))
-    graphs = [trace(net, batch, forward) for batch in first]
+    graphs = []
+    for batch in first:
+        with network_call.at_index(0, batch):
+            graphs.append(trace(net, batch, forward))
     unread: Iterable[Any] = chain(first, iterator)
     missing: set[nn.Module] = {m for m in layers if not any(graph.calls_of(m) for graph in graphs)}
     if missing:
@@ -272,8 +275,8 @@ def _graphs_of_others(
 ) -> Iterator[Graph]:
     """Trace each batch that reaches a layer that no earlier batch has reached."""
     device, reached = network_call.device_of(net), set[nn.Module]()
-    for batch in batches:
-        with ExitStack() as stack:
+    for number, batch in enumerate(batches, 1):
+        with network_call.at_index(number, batch), ExitStack() as stack:
             for m in missing:
                 stack.enter_context(m.register_forward_pre_hook(lambda m, _: reached.add(m)))
             network_call.call(net, network_call.to_device(batch, device, copy=True), forward)
@@ -312,7 +315,8 @@ def _run(
         if any(m.training and _is_synchronized(m) for m in net.modules()):
             batches = _equal_on_all_ranks(batches)
         for number, batch in enumerate(batches):
-            with functional if number == 0 or functional.observers else nullcontext():
+            watched = functional if number == 0 or functional.observers else nullcontext()
+            with network_call.at_index(number, batch), watched:
                 network_call.call(net, network_call.to_device(batch, device, copy=True), forward)
     return number + 1
 

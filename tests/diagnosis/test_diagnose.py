@@ -481,7 +481,7 @@ def test_errors():
         bn.diagnose(healthy(), data()[0])
     with pytest.raises(ValueError, match="batches is empty"):
         bn.diagnose(healthy(), [])
-    with pytest.raises(TypeError, match="must be an iterable of batches, not NoneType"):
+    with pytest.raises(TypeError, match="must be an iterable of batches, such as a list or a DataLoader, not NoneType"):
         bn.diagnose(healthy(), None)
     with pytest.raises(TypeError, match="cannot be called as"):
         bn.diagnose(nn.Bilinear(6, 6, 2), data())

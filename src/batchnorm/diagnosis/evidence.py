@@ -156,7 +156,8 @@ def collect(
     first = next(iterator, None)
     if first is None:
         raise ValueError("batches is empty: pass a few batches of training data")
-    graph, shows_training = _trace(net, first, forward)
+    with network_call.at_index(0, first):
+        graph, shows_training = _trace(net, first, forward)
     twin.train()
     layers = tuple(
         Layer(path, m, twin.get_submodule(path).training)
@@ -172,7 +173,7 @@ def collect(
     for number, batch in enumerate(shown, 1):
         for layer in layers:
             layer.calls = 0
-        with isolated(net, twin, seed=number):
+        with isolated(net, twin, seed=number), network_call.at_index(number - 1, batch):
             try:
                 network_call.call(twin, network_call.to_device(batch, device, copy=True), forward)
             except SingleValueError:
