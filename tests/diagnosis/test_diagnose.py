@@ -139,6 +139,222 @@ def test_the_advice_for_stale_averages_helps():
     assert not rules(net.train())
 
 
+def ours(net):
+    return bn.convert(net, data()[0])
+
+
+class Subclass(nn.BatchNorm1d):
+    """A layer that convert refuses."""
+
+
+class LeavesAlone(Net):
+    """A network whose train() leaves the second layer in evaluation mode."""
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.bn2.eval()
+        return self
+
+
+def unfreeze_and_estimate(net):
+    for layer in (net.bn1, net.bn2):
+        if layer.frozen_statistics:
+            bn.unfreeze_(layer)
+            bn.estimate_(net, data())
+            bn.freeze_(layer)
+    return net
+
+
+def estimated(net):
+    bn.estimate_(net, data())
+    return net
+
+
+def convert_and_freeze(net):
+    net = net if isinstance(net.bn2, bn.BatchNorm1d) else ours(net)
+    bn.freeze_(net.bn2)
+    return net
+
+
+def frozen(fault):
+    def make():
+        fault(net := ours(healthy()))
+        bn.freeze_(net.bn2)
+        return net
+
+    return make
+
+
+def frozen_first():
+    net = ours(healthy())
+    net.bn1.running_var[0] = float("nan")
+    bn.freeze_(net.bn1)
+    return net
+
+
+def faulty(*faults, change=lambda net: net, **options):
+    def make():
+        net = change(healthy(**options))
+        for fault in faults:
+            fault(net)
+        return net
+
+    return make
+
+
+def subclass(net):
+    net.bn2.__class__ = Subclass
+
+
+def overridden(net):
+    net.__class__ = LeavesAlone
+    return net.train()
+
+
+def broken_gamma(net):
+    net.bn2.weight.data[0] = float("nan")
+
+
+def broken_weight(net):
+    net.fc2.weight.data[0, 0] = float("inf")
+
+
+def without_bias(net):
+    net.bn1.running_mean -= net.fc1.bias.detach()
+    net.fc1.bias = None
+    return net
+
+
+UNFREEZE = "unfreeze it with bn.unfreeze_, call bn.estimate_(net, batches), and freeze it again"
+FREEZE = "freeze it with bn.freeze_, which train() does not undo"
+# For each fault: the rule, the path, how the fix begins or ends, and a function that follows it.
+REMEDIES = {
+    "frozen, stale": (frozen(stale_averages), "stale_averages", "bn2", UNFREEZE, unfreeze_and_estimate),
+    "frozen, never updated": (
+        *(frozen(never_updated), "never_updated", "bn2"),
+        *(f"load its weights, or {UNFREEZE}", unfreeze_and_estimate),
+    ),
+    "frozen, NaN": (frozen(not_finite), "not_finite", "bn2", UNFREEZE, unfreeze_and_estimate),
+    "frozen, NaN, before a layer": (
+        *(frozen_first, "not_finite", "bn2"),
+        *("repair the running averages of 'bn1'", unfreeze_and_estimate),
+    ),
+    "NaN": (faulty(not_finite), "not_finite", "bn2", "batch with inf or NaN", estimated),
+    "ours, NaN": (faulty(not_finite, change=ours), "not_finite", "bn2", "call bn.estimate_(net, batches)", estimated),
+    "alone in evaluation mode, stale": (
+        *(
+            faulty(thaws, stale_averages),
+            "stale_averages",
+            "bn2",
+            "call net.eval() and then bn.estimate_(net, batches)",
+        ),
+        lambda net: estimated(net.eval()),
+    ),
+    "alone in evaluation mode": (
+        *(faulty(thaws), "thaws", "bn2", f"call bn.convert, and then {FREEZE}", convert_and_freeze),
+    ),
+    "ours, alone in evaluation mode": (faulty(thaws, change=ours), "thaws", "bn2", FREEZE, convert_and_freeze),
+    "a class that convert refuses": (
+        *(faulty(subclass, thaws), "thaws", "bn2"),
+        *("override train() of the network, so that it leaves the layer in evaluation mode: bn.convert refuses it",),
+        overridden,
+    ),
+    "half frozen": (faulty(half_frozen), "half_frozen", "bn2", FREEZE, convert_and_freeze),
+    "NaN in gamma": (
+        *(faulty(broken_gamma), "not_finite", "", "a lower learning rate or with clipped gradients"),
+        lambda net: healthy(),
+    ),
+    "inf in a weight": (
+        *(faulty(broken_weight), "not_finite", "bn2", "a lower learning rate or with clipped gradients"),
+        lambda net: healthy(),
+    ),
+    "a bias in a trained network": (
+        *(faulty(bias=True), "bias_without_effect", "fc1"),
+        *(
+            "leave it in this trained network, or subtract it from the running mean, which contains it, and set it to"
+            " None; create the layer of a new network with bias=False",
+            without_bias,
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "rule", "path", "fix", "follow"), REMEDIES.values(), ids=REMEDIES)
+def test_the_advice_is_possible_and_helps(make, rule, path, fix, follow):
+    net = make()
+    (found,) = (finding for finding in bn.diagnose(net, data()).of(rule) if finding.path == path)
+    assert found.fix.endswith(fix)
+    assert not bn.diagnose(follow(net), data()).findings
+
+
+def test_removing_a_bias_changes_nothing():
+    net = healthy(bias=True).eval()
+    expected = net(data()[0])
+    torch.testing.assert_close(without_bias(net)(data()[0]), expected)
+
+
+def test_a_bias_of_a_new_network():
+    (found,) = bn.diagnose(Net(bias=True), data()).of("bias_without_effect")
+    assert found.fix == "create the layer with bias=False"
+
+
+def test_averages_cannot_be_estimated_on_bad_batches():
+    batches = data()
+    batches[2][0, 0] = float("inf")
+    net = ours(healthy())
+    not_finite(net)
+    inputs, averages = bn.diagnose(net, batches).of("not_finite")
+    assert inputs.fix == "look for the inf or NaN in the batches, and for values that overflow before this layer"
+    assert averages.fix == "first repair the inputs that have an inf or NaN, then call bn.estimate_(net, batches)"
+
+
+@pytest.mark.parametrize(
+    ("keeps", "small", "single"),
+    [
+        (
+            True,
+            "use larger batches or statistics=bn.Sync() with several GPUs or statistics=bn.Renorm(); to fine-tune, call"
+            " bn.convert, and then use bn.freeze_",
+            "use drop_last=True in the data loader or larger batches, or call bn.convert, and then set the layer's"
+            " on_single to 'running'; to fine-tune, call bn.convert, and then use bn.freeze_",
+        ),
+        (
+            False,
+            "use larger batches or statistics=bn.Sync() with several GPUs",
+            "use drop_last=True in the data loader or larger batches",
+        ),
+    ],
+)
+def test_small_batches_without_running_statistics(keeps, small, single):
+    net = nn.Sequential(nn.BatchNorm1d(6, track_running_stats=keeps))
+    assert rules(net, data(m=4))["small_batches"].fix == small
+    assert rules(net, [*data(), *data(1, m=1)])["single_value"].fix == single
+    if keeps:
+        net = bn.convert(net, data()[0], statistics=bn.Renorm())
+        assert "small_batches" not in rules(net, data(m=4))
+        net[0].statistics, net[0].on_single = None, "running"
+        assert "single_value" not in rules(net, [*data(), *data(1, m=1)])
+
+
+def test_stale_averages_can_make_features_look_dead():
+    net = ours(healthy())
+    stale_averages(net)
+    bn.freeze_(net.bn2)
+    assert rules(net)["dead_features"].fix.startswith("check that its running averages are not stale")
+
+
+def test_weight_decay_on_layers_inside_a_layer():
+    class Conditional(nn.BatchNorm1d):
+        def __init__(self):
+            super().__init__(6)
+            self.gamma = nn.Linear(2, 6)
+
+    net = nn.Sequential(Conditional())
+    found = rules(net, optimizer=torch.optim.SGD(net.parameters(), 0.1, weight_decay=1e-4))
+    assert "weight_decay" in found
+    assert "weight_decay" not in rules(net, optimizer=optimizer(net))
+
+
 def test_a_nan_in_a_batch_is_found_at_the_first_layer():
     batches = data()
     batches[2][0, 0] = float("inf")

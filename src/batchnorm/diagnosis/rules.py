@@ -17,9 +17,11 @@ from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 from ..errors import listed
 from ..graph import Graph, TracedCall, Value
 from ..graph.kinds import has_hooks, has_initial_statistics, is_affine, plain_name
-from ..layers import Ghost, Renorm
+from ..layers import BatchNorm, Ghost, Renorm
+from ..layers.parameters import own_parameters
 from ..ops.moments import AveragedMoments, merge_averages
 from ..population import population_statistics
+from . import remedies
 from .evidence import Evidence, Layer
 
 MEAN_GAP = 0.25
@@ -47,36 +49,52 @@ Rule = Callable[[Evidence], Iterator[Problem]]
 
 
 def not_finite(e: Evidence) -> Iterator[Problem]:
-    """Find the first layer whose input has an inf or NaN, and all layers whose running averages have one."""
-    for layer in _in_order_of_execution(e):
-        count = int(layer.not_finite)
-        if count:
-            yield (
-                layer.path,
-                f"{count} of its inputs {'has' if count == 1 else 'have'} an inf or NaN",
-                "look for the inf or NaN in the batches and in the weights before this layer",
+    """Find parameters with an inf or NaN, the first layer whose input has one, and running averages that have one."""
+    parameters = dict(e.net.named_parameters())
+    broken = [name for name, p in parameters.items() if not bool(p.isfinite().all())]
+    averages = {layer: (layer.module.running_mean, layer.module.running_var) for layer in e.layers}
+    bad = [layer for layer, kept in averages.items() if not all(b is None or bool(b.isfinite().all()) for b in kept)]
+    in_order = _in_order_of_execution(e)
+    first = next((layer for layer in in_order if layer.not_finite), None)
+    # A layer that normalizes by bad running averages in training returns an inf or NaN to the layers after it.
+    before = in_order[: in_order.index(first)] if first is not None else []
+    source = next((layer for layer in before if layer in bad and not layer.uses_batch), None)
+    if broken:
+        has = "has" if len(broken) == 1 else "have"
+        why = f"{len(broken)} of {len(parameters)} parameters {has} an inf or NaN: {listed(broken, 3)}"
+        yield "", why, remedies.LOAD_WEIGHTS
+    if first is not None:
+        fix = "look for the inf or NaN in the batches, and for values that overflow before this layer"
+        if source is not None:
+            fix = f"repair the running averages of '{source.path}'"
+        count = int(first.not_finite)
+        why = f"{count} of its inputs {'has' if count == 1 else 'have'} an inf or NaN"
+        yield first.path, why, remedies.LOAD_WEIGHTS if broken else fix
+    for layer in bad:
+        fix = remedies.estimate(e, layer)
+        if broken:
+            fix = remedies.LOAD_WEIGHTS
+        elif first is not None and source is None:
+            fix = f"first repair the inputs that have an inf or NaN, then {fix}"
+        elif remedies.can_be_ours(e, layer) and not isinstance(layer.module, BatchNorm):
+            fix += (
+                "; to prevent this, train with this library's layers (bn.convert), which do not update their averages"
+                " from a batch with inf or NaN"
             )
-            break
-    for layer in e.layers:
-        kept = [b for b in (layer.module.running_mean, layer.module.running_var) if b is not None]
-        if not all(bool(b.isfinite().all()) for b in kept):
-            yield (
-                layer.path,
-                "its running averages have an inf or NaN, and so have its outputs in evaluation mode",
-                "call bn.estimate_(net, batches); to prevent this, train with this library's layers (bn.convert), which"
-                " do not update their averages from a batch with inf or NaN",
-            )
+        yield layer.path, "its running averages have an inf or NaN, and so have its outputs in evaluation mode", fix
 
 
 def single_value(e: Evidence) -> Iterator[Problem]:
     """Find layers that get only one value per feature from some batches, so that the variance is undefined."""
     for layer in e.layers:
         if layer.single:
+            fix = "use drop_last=True in the data loader or larger batches"
+            if remedies.can_be_ours(e, layer) and layer.module.running_mean is not None:
+                fix += f", or {remedies.convert(layer)}set the layer's on_single to 'running'"
             yield (
                 layer.path,
                 f"{layer.single} of {e.batches} batches have only one value per feature, so the variance is undefined",
-                "use drop_last=True in the data loader, larger batches, or this library's layers with"
-                " on_single='running'; to fine-tune, use bn.freeze_",
+                fix + remedies.fine_tune(e, layer),
             )
 
 
@@ -94,8 +112,8 @@ def stale_averages(e: Evidence) -> Iterator[Problem]:
                 f" deviations, the variance by a factor of up to {factor:.2g}{' (it is frozen)' * layer.frozen}"
             )
             fix = (
-                "call bn.estimate_(net, batches) before evaluation (for a frozen layer, after bn.unfreeze_); if the"
-                " network was just loaded, check that the batches are preprocessed as in its training"
+                "if the network was just loaded, check that the batches are preprocessed as in its training; before"
+                f" evaluation, {remedies.estimate(e, layer)}"
             )
             found.append((max(gap / MEAN_GAP, factor / FACTOR), (layer.path, why, fix)))
     yield from (problem for _, problem in sorted(found, key=lambda pair: -pair[0]))
@@ -137,7 +155,7 @@ def never_updated(e: Evidence) -> Iterator[Problem]:
             yield (
                 layer.path,
                 "its running averages have never been updated, so it does not normalize in evaluation mode",
-                "train the network, load its weights, or call bn.estimate_(net, batches)",
+                f"{'train the network, ' if layer.updates else ''}load its weights, or {remedies.estimate(e, layer)}",
             )
 
 
@@ -148,7 +166,7 @@ def thaws(e: Evidence) -> Iterator[Problem]:
             yield (
                 layer.path,
                 "it was set to evaluation mode, but the next net.train() sets it to training mode again",
-                "freeze it with bn.freeze_, which train() does not undo (for torch.nn's layers, call bn.convert first)",
+                remedies.freeze(e, layer),
             )
 
 
@@ -157,13 +175,13 @@ def half_frozen(e: Evidence) -> Iterator[Problem]:
     if not any(p.requires_grad for p in e.net.parameters()):
         return
     for layer in e.layers:
-        own = list(layer.module.parameters())
+        own = own_parameters(layer.module)
         now = layer.module.training or not e.net.training
         if own and not any(p.requires_grad for p in own) and layer.updates and now:
             yield (
                 layer.path,
                 "its gamma and beta are frozen, but training still normalizes by the batch and updates the averages",
-                "freeze the statistics too, with bn.freeze_ (for torch.nn's layers, call bn.convert first)",
+                remedies.freeze(e, layer),
             )
 
 
@@ -191,13 +209,12 @@ def small_batches(e: Evidence) -> Iterator[Problem]:
     """Find layers that compute statistics of only a few values."""
     for layer in sorted(e.layers, key=lambda layer: layer.m):
         if 0 < layer.m < SMALL and layer.uses_batch and not isinstance(_source(layer), Renorm):
-            remedy = "make the groups larger" if isinstance(_source(layer), Ghost) else "use larger batches"
-            yield (
-                layer.path,
-                f"its statistics are over {layer.m:.3g} values per feature, so they are noisy",
-                f"{remedy}, statistics=bn.Sync() with several GPUs, or statistics=bn.Renorm(); to fine-tune, use"
-                " bn.freeze_",
-            )
+            ways = ["make the groups larger" if isinstance(_source(layer), Ghost) else "use larger batches"]
+            if remedies.can_be_ours(e, layer):
+                ways.append("statistics=bn.Sync() with several GPUs")
+                ways += ["statistics=bn.Renorm()"] * (layer.module.running_mean is not None)
+            fix = f"{' or '.join(ways)}{remedies.fine_tune(e, layer)}"
+            yield layer.path, f"its statistics are over {layer.m:.3g} values per feature, so they are noisy", fix
 
 
 def different_inputs(e: Evidence) -> Iterator[Problem]:
@@ -290,10 +307,11 @@ def dead_features(e: Evidence) -> Iterator[Problem]:
             continue
         dead = int((layer.largest <= 0).sum())
         if dead:
+            stale = "" if layer.uses_batch else "check that its running averages are not stale; if they are not, "
             yield (
                 layer.path,
                 f"the ReLU after it is 0 for {dead} of {layer.largest.numel()} features, on all batches",
-                "such features do not learn and can be pruned; if they are many, lower the learning rate",
+                f"{stale}such features do not learn and can be pruned; if they are many, lower the learning rate",
             )
 
 
@@ -302,8 +320,8 @@ def bias_without_effect(e: Evidence) -> Iterator[Problem]:
 
     Paper: Sec. 3.2 (bias), "its effect will be canceled by the subsequent mean subtraction"
     """
-    normalizing: dict[nn.Module | None, str] = {
-        layer.module: layer.path for layer in e.layers if layer.uses_batch and layer.standard
+    normalizing: dict[nn.Module | None, Layer] = {
+        layer.module: layer for layer in e.layers if layer.uses_batch and layer.standard
     }
     owners = Counter(id(p) for m in e.net.modules() for p in m._parameters.values())
     for path, module in e.net.named_modules():
@@ -311,14 +329,15 @@ def bias_without_effect(e: Evidence) -> Iterator[Problem]:
         calls = e.graph.calls_of(module)
         if bias is None or not calls or owners[id(bias)] != 1 or e.graph.readers_of(bias):
             continue
-        norms = [normalizing.get(_subtracting(module, call)) for call in calls]
-        if None not in norms:
-            yield (
-                path,
-                f"'{norms[0]}' subtracts the mean, and with it the bias of this layer",
-                "create the layer with bias=False; in a trained network, leave the bias, because the running mean"
-                " contains it",
-            )
+        norms = [norm for call in calls if (norm := normalizing.get(_subtracting(module, call))) is not None]
+        if len(norms) == len(calls):
+            fix = "create the layer with bias=False"
+            if any(n.module.running_mean is not None and not has_initial_statistics(n.module) for n in norms):
+                fix = (
+                    "leave it in this trained network, or subtract it from the running mean, which contains it, and set"
+                    " it to None; create the layer of a new network with bias=False"
+                )
+            yield path, f"'{norms[0].path}' subtracts the mean, and with it the bias of this layer", fix
 
 
 def weight_decay(e: Evidence) -> Iterator[Problem]:
@@ -327,7 +346,7 @@ def weight_decay(e: Evidence) -> Iterator[Problem]:
         return
     decay = {id(p): group.get("weight_decay", 0) for group in e.optimizer.param_groups for p in group["params"]}
     for layer in e.layers:
-        largest = max((decay.get(id(p), 0) for p in layer.module.parameters() if p.requires_grad), default=0)
+        largest = max((decay.get(id(p), 0) for p in own_parameters(layer.module) if p.requires_grad), default=0)
         if largest:
             yield (
                 layer.path,

@@ -14,6 +14,11 @@ from ..network_call import check_network
 NORMALIZATIONS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
+def own_parameters(norm: nn.Module) -> list[nn.Parameter]:
+    """Return a layer's own parameters, also if they are parametrized, but not those of its other children."""
+    return [p for name, p in norm.named_parameters() if "." not in name or name.startswith("parametrizations.")]
+
+
 def param_groups(net: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Return two parameter groups for an optimizer: one with weight decay and, for gamma and beta, one without.
 
@@ -43,9 +48,7 @@ def param_groups(net: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
         raise TypeError(f"weight_decay must be a number, such as 1e-4, not {type(given).__name__}")
     at_least(0, weight_decay=float(weight_decay))
     norms = [module for module in net.modules() if isinstance(module, NORMALIZATIONS)]
-    # Spare the layer's own parameters, also if they are parametrized, but not those of other children.
-    own = [(name, p) for norm in norms for name, p in norm.named_parameters()]
-    spared = {id(p) for name, p in own if "." not in name or name.startswith("parametrizations.")}
+    spared = {id(p) for norm in norms for p in own_parameters(norm)}
     trained = [p for p in net.parameters() if p.requires_grad]
     return [
         {"params": [p for p in trained if id(p) not in spared], "weight_decay": weight_decay},

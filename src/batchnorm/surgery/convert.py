@@ -110,7 +110,7 @@ def convert(
         step("tracing the network")
         graphs, missing = trace_modes(net, example, forward)
         modes = dict(zip((False, True), graphs, strict=False))
-        layers, refused = _convertible(net, graphs[0])
+        layers, refused = convertible(net, graphs[0])
         fused, unfused = activations_after(net, graphs, [m for m in layers if _has_room(m, graphs)])
         if rewrite:
             # Fuse activations in rewritten forwards, not by replacing activation modules: a rewritten forward stays
@@ -201,7 +201,8 @@ def _code_of(path: str | None) -> str:
     return f"the code of '{path}'" if path else "the code of the network"
 
 
-def _convertible(net: nn.Module, graph: Graph) -> tuple[dict[TorchBatchNorm, type[BatchNorm]], dict[nn.Module, str]]:
+def convertible(net: nn.Module, graph: Graph) -> tuple[dict[TorchBatchNorm, type[BatchNorm]], dict[nn.Module, str]]:
+    """Return the layers that can be converted, with their new classes, and why the others cannot be converted."""
     layers: dict[TorchBatchNorm, type[BatchNorm]] = {}
     refused: dict[nn.Module, str] = {}
     for module in net.modules():

@@ -1,0 +1,47 @@
+"""Steps that repair a layer, chosen by the layer's class and state, so that they are possible and help."""
+
+from __future__ import annotations
+
+from ..layers import BatchNorm
+from ..surgery.convert import convertible
+from .evidence import Evidence, Layer
+
+LOAD_WEIGHTS = (
+    "load weights from before they had an inf or NaN, for example from a checkpoint, and train on with a lower learning"
+    " rate or with clipped gradients"
+)
+
+
+def estimate(e: Evidence, layer: Layer) -> str:
+    """Say how to estimate the layer's statistics.
+
+    ``estimate_`` skips layers that are frozen, or in evaluation mode inside a network in training mode.
+    """
+    if layer.frozen:
+        return "unfreeze it with bn.unfreeze_, call bn.estimate_(net, batches), and freeze it again"
+    if e.net.training and not layer.module.training:
+        return "call net.eval() and then bn.estimate_(net, batches)"
+    return "call bn.estimate_(net, batches)"
+
+
+def convert(layer: Layer) -> str:
+    """Say that a layer of another library must be converted first, or return ""."""
+    return "" if isinstance(layer.module, BatchNorm) else "call bn.convert, and then "
+
+
+def can_be_ours(e: Evidence, layer: Layer) -> bool:
+    """Return whether the layer is one of this library, or ``convert`` can make it one."""
+    return isinstance(layer.module, BatchNorm) or layer.module in convertible(e.net, e.graph)[0]
+
+
+def freeze(e: Evidence, layer: Layer) -> str:
+    """Say how to freeze the layer; ``freeze_`` needs running statistics and layers of this library."""
+    if can_be_ours(e, layer):
+        return f"{convert(layer)}freeze it with bn.freeze_, which train() does not undo"
+    return "override train() of the network, so that it leaves the layer in evaluation mode: bn.convert refuses it"
+
+
+def fine_tune(e: Evidence, layer: Layer) -> str:
+    """Say how to fine-tune with batches that are too small for the layer, or return "" if it cannot be frozen."""
+    possible = layer.module.running_mean is not None and can_be_ours(e, layer)
+    return f"; to fine-tune, {convert(layer)}use bn.freeze_" if possible else ""
