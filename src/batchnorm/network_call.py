@@ -55,7 +55,7 @@ def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def check_batches(batches: Iterable[Any]) -> None:
-    """Raise an error if ``batches`` is not iterable, or is one tensor, which would be iterated over by example."""
+    """Raise an error if ``batches`` is not iterable, or is one tensor, whose items are single examples."""
     if not isinstance(batches, Iterable):
         raise TypeError(f"batches must be an iterable of batches, not {type(batches).__name__}")
     if isinstance(batches, Tensor):

@@ -95,12 +95,12 @@ def estimate_(
         batches: training mini-batches; they are copied to the network's device. A batch is a tensor, a tuple or list
             whose first item is the input, or a dict of keyword arguments.
         rule: "paper" or "pooled".
-        upstream: the statistics that the batch normalization layers before an estimated layer normalize by. "batch":
-            the statistics of each batch, as in training; this takes one pass over the batches. "population": the
-            population statistics estimated so far; this takes one pass for each batch normalization layer on the
-            longest path through the network, and one more if the first batch does not reach all layers. With
-            "population" and rule "pooled", the result does not depend on how the data is split into batches, unless a
-            layer is called several times.
+        upstream: how the earlier batch normalization layers normalize while a later layer is estimated. "batch": by
+            the statistics of each batch, as in training; this takes one pass over the batches. "population": by their
+            own population statistics; this takes one pass for each batch normalization layer on the longest path
+            through the network, and one more if the first batch does not reach all layers. With "population" and rule
+            "pooled", the result does not depend on how the data is split into batches, unless a layer is called
+            several times.
         forward: a function that takes the network and a batch, and calls the network; needed for batches of any other
             type.
 

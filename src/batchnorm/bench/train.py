@@ -30,7 +30,8 @@ from .contenders import OURS, STOCK, STOCK_COMPOSED, warmed_up
 from .gpu_timing import require_gpu
 
 QUESTION = "images per second of the appendix network's training step, and speedup over torch.nn's layers"
-IMAGES = {32: 10_500, 256: 18_500}  # images per second that "ours" must reach on an H200 at ``SIZE`` px, by batch size
+# images per second that "ours" must reach on an H200 at SIZE px, by batch size
+IMAGES = {32: 10_500, 256: 18_500}
 SIZE = 224
 OVER_COMPOSED = 2.0  # speedup that "ours" must reach over "stock, composed stem"
 LOSS_TOLERANCE = 0.02  # the largest relative difference to allow between losses that are computed in bfloat16

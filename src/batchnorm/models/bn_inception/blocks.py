@@ -250,9 +250,9 @@ class InceptionModule(nn.Module):
     reduces the number of channels. The result is the same, because avg(Wx) = W avg(x).
 
     If this library's kernels support every branch, the branches write directly to their channels of the module's
-    output, and in training several branches are normalized together. In evaluation on a GPU with gradients disabled,
-    the module is rearranged only if the kernels support every branch. If the attribute ``side_by_side`` is True, a
-    rearranged module runs parts of different branches at the same time, on two CUDA streams.
+    output, and in training several branches are normalized together. By default, in evaluation on a GPU with gradients
+    disabled, the module is rearranged only if the kernels support every branch. If the attribute ``side_by_side`` is
+    True, a rearranged module runs parts of different branches at the same time, on two CUDA streams.
 
     Args:
         inputs: the number of input channels.
@@ -280,8 +280,7 @@ class InceptionModule(nn.Module):
                 conv2=unit(row.double33, row.double33, 3, row.stride, out, row.name),
             )
         )
-        # AvgPool2d does not count the padding, so it leaves constants unchanged, even at the border. This is why it can
-        # be swapped with a projection that has a bias.
+        # AvgPool2d can be swapped with a projection that has a bias, because _joined() adds the bias after pooling.
         pool: nn.Module = AvgPool2d() if row.pool == "avg" else MaxPool2d(row.stride)
         self.pool = nn.Sequential(OrderedDict(pool=pool))
         if row.projection:
@@ -362,7 +361,7 @@ class InceptionModule(nn.Module):
         if any(unit.conv.bias is not None for unit in units.values()):
             return False
         autocast = torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) != x.dtype
-        several = x.numel() > x.shape[1] * stride**2  # whether each output channel has more than one value
+        several = x.numel() > x.shape[1] * stride**2  # if so, each output channel has more than one value
         return several and not autocast and all(map(is_quiet, (*used, *layers))) and can_join(layers, x)
 
     def _ends(self) -> tuple[Unit, Unit]:
