@@ -218,7 +218,7 @@ class SeparableConv2d(nn.Sequential):
             return super().forward(x)  # type: ignore[no-any-return, no-untyped-call]
         weight, bias, stride = self.composed_weight(), self.pointwise.bias, self.depthwise.stride
         height, width = weight.shape[2:]
-        if self.by_blocks and stride == (2, 2) and height == width and height % 2:
+        if self.by_blocks and x.dim() == 4 and stride == (2, 2) and height == width and height % 2:
             y = convolve_by_blocks(x, weight, bias)
         else:
             y = F.conv2d(x, weight, bias, stride, self.depthwise.padding)
@@ -419,7 +419,8 @@ def both(first: Callable[[], _A], second: Callable[[], _B]) -> tuple[_A, _B]:
     waits for the current stream; after the calls, the current stream waits for the side stream. Therefore, tensors that
     both streams use need no ``record_stream``.
     """
-    main, side = torch.cuda.current_stream(), _side_stream()
+    main = torch.cuda.current_stream()
+    side = _side_stream(main.device)
     side.wait_stream(main)
     with torch.cuda.stream(side):
         a = first()
@@ -429,8 +430,9 @@ def both(first: Callable[[], _A], second: Callable[[], _B]) -> tuple[_A, _B]:
 
 
 @cache
-def _side_stream() -> torch.cuda.Stream:
-    return torch.cuda.Stream(priority=-1)  # the same priority as the stream that runs training steps in train/step.py
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    # the same priority as the stream that runs training steps in train/step.py
+    return torch.cuda.Stream(device, priority=-1)
 
 
 def _rearranged(module: Unit | SeparableConv2d | InceptionModule, x: Tensor | torch.fx.Proxy) -> bool:
