@@ -38,7 +38,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Point links to files outside ``docs`` at the site's copies, and insert the tables into the results page."""
+    """Make links to files outside ``docs`` lead to the site's copies, and insert the tables into the results page."""
     if page.file.src_uri == "results.md":
         markdown = markdown.replace("<!-- README's tables -->", _readme_results())
         markdown = markdown.replace("<!-- result files -->", _result_files())
@@ -78,7 +78,7 @@ def _readme_results() -> str:
         if found := README_RESULTS.findall(text):
             parts += [f"### {title}", *found]
     if len(parts) < 4:
-        raise PluginError("README.md has too few results for the page results.md")
+        raise PluginError("README.md has too few generated parts (<!-- results: ... -->) for the page results.md")
     return _from_root("\n\n".join(parts))
 
 

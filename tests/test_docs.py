@@ -113,7 +113,7 @@ def test_commands_that_need_nothing(tmp_path, monkeypatch, capsys):
     assert main(shlex.split(line_of("imagenet.md", "describe inception --size 64"))) == 0
     assert capsys.readouterr().out.endswith("at 64 px the first max pool is left out\n")
     published = shlex.quote(f"{ROOT}/results/fig4")  # the path may contain spaces
-    assert main(shlex.split(line_of("fig4.md", "reproduce fig4 --results").replace("DIR", published))) == 0
+    assert main(shlex.split(line_of("fig4.md", "reproduce fig4 --results").replace("RESULTS", published))) == 0
     assert (tmp_path / "runs/fig4/fig4.md").exists()
 
 

@@ -179,6 +179,20 @@ def test_upstream_population_reaches_layers_that_the_first_batch_skips(first):
         torch.testing.assert_close(layer.running_var, x.var(0, correction=0), rtol=1e-10, atol=1e-12)
 
 
+def test_upstream_population_looks_for_skipped_layers_until_all_are_found():
+    calls = []
+
+    def forward(net, batch):
+        calls.append(batch["camera"])
+        return net(**batch)
+
+    batches = [{"x": torch.randn(8, 3), "camera": k % 2} for k in range(6)]
+    bn.estimate_(Domains(), batches, upstream="population", forward=forward)
+    passes = 2 * [b["camera"] for b in batches]
+    assert calls[: -len(passes)] == [0, 1, 1]  # trace the first batch; run the second, and trace it
+    assert calls[-len(passes) :] == passes
+
+
 def test_upstream_population_needs_one_order_of_the_layers():
     class EitherOrder(nn.Module):
         def __init__(self):

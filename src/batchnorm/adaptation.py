@@ -42,7 +42,8 @@ def adapt(
         ValueError: if ``prior`` is negative or not finite, if it is above 0 and old statistics are not finite, if the
             network cannot be copied, if a copy still uses a part of the original, or for the same reasons as in
             :func:`estimate_`.
-        TypeError: if the network cannot be called on the batches; pass ``forward=`` to say how to call it.
+        TypeError: if the network is compiled or data-parallel, or if it cannot be called on the batches; in the second
+            case, pass ``forward=`` to say how to call it.
 
     >>> import torch
     >>> net = nn.Sequential(nn.BatchNorm1d(1))

@@ -47,7 +47,7 @@ def compile_graph(
     inner: str | Callable[..., Any] = "inductor",
     everywhere: bool = False,
 ) -> Callable[..., Any]:
-    """Fuse the batch normalizations in a Dynamo graph and compile the graph, as the backend "batchnorm".
+    """Fuse the batch normalizations in a Dynamo graph and compile the graph; this is the backend "batchnorm".
 
     Args:
         module: the graph; it is changed in place.
@@ -147,7 +147,7 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
 def _fusable(graph: fx.Graph, calls: list[fx.Node], everywhere: bool) -> dict[fx.Node, None]:
     """Return the calls that can be replaced, in order."""
     if any("_functorch" in (getattr(node.target, "__module__", None) or "") for node in graph.nodes):
-        log.info("batch normalization inside a torch.func transform is not fused")
+        log.info("batch normalization in a graph with a torch.func transform is not fused")
         return {}
     norms = dict.fromkeys(node for node in calls if _is_plain(node, everywhere))
     # The running averages will be updated at the end of the graph. So leave out calls whose averages are also used by

@@ -37,7 +37,7 @@ def private_copy(net: nn.Module) -> nn.Module:
     ):
         if type(net).__name__ == wrapper:
             raise TypeError(f"the network is wrapped in {wrapper}; pass the network inside it, net.{inner}")
-    lazy = [name for name, p in net.named_parameters() if is_lazy(p)]
+    lazy = [name for name, t in (*net.named_parameters(), *net.named_buffers()) if is_lazy(t)]
     if lazy:
         raise ValueError(f"{lazy[0]} is not initialized: run the network once on a batch to initialize its lazy layers")
     memo = _uncopied(net)
@@ -237,7 +237,7 @@ def require_numbers(olds: list[Tensor]) -> None:
 
 
 def relative(new: Tensor, old: Tensor) -> float:
-    """Return max |new - old| / max |old| of two tensors, or inf if only one has a NaN or infinity at some position.
+    """Return max |new - old| / max |old| of two tensors, or inf if their NaNs or infinities differ.
 
     If ``old`` has no finite value other than 0, return max |new - old|.
     """

@@ -95,12 +95,12 @@ def estimate_(
         batches: training mini-batches; they are copied to the network's device. A batch is a tensor, a tuple or list
             whose first item is the input, or a dict of keyword arguments.
         rule: "paper" or "pooled".
-        upstream: the statistics that the batch normalization layers before an estimated layer normalize by. "batch":
-            the statistics of each batch, as in training; this takes one pass over the batches. "population": the
-            population statistics estimated so far; this takes one pass for each batch normalization layer on the
-            longest path through the network, and one more if the first batch does not reach all layers. With
-            "population" and rule "pooled", the result does not depend on how the data is split into batches, unless a
-            layer is called several times.
+        upstream: how the earlier batch normalization layers normalize while a later layer is estimated. "batch": by
+            the statistics of each batch, as in training; this takes one pass over the batches. "population": by their
+            own population statistics; this takes one pass for each batch normalization layer on the longest path
+            through the network, and at most one more if the first batch does not reach all layers. With "population"
+            and rule "pooled", the result does not depend on how the data is split into batches, unless a layer is
+            called several times.
         forward: a function that takes the network and a batch, and calls the network; needed for batches of any other
             type.
 
@@ -228,7 +228,8 @@ def _by_depth(
     if missing:
         graphs += _graphs_of_others(net, missing, iterator, forward)
         unread = batches
-    # For each batch normalization layer, those on the paths from the network's input to any of its calls.
+    # For each batch normalization layer, the batch normalization layers on the paths from the network's input to any of
+    # its calls.
     above: dict[nn.Module, set[nn.Module]] = {}
     shared = set[nn.Module]()
     for graph in graphs:
@@ -259,8 +260,8 @@ def _by_depth(
         sorter.prepare()
     except CycleError:
         raise ValueError(
-            "batches take the network's layers in different orders, so upstream='population' cannot estimate one layer"
-            " after the other: use upstream='batch'"
+            "batches pass through the network's layers in different orders, so upstream='population' cannot estimate"
+            " one layer after the other: use upstream='batch'"
         ) from None
     passes = []
     while sorter.is_active():
@@ -283,6 +284,8 @@ def _graphs_of_others(
         if reached & missing:
             yield trace(net, batch, forward)
             missing = missing - reached
+        if not missing:
+            break
 
 
 def _of_all_ranks(
@@ -408,9 +411,9 @@ class _Observer:
         self._m = prod((x.shape[0], *x.shape[1 + k :])) if mask is None else mask.sum(dtype=torch.float64)
         if self.layer.training and mask is None and self._m == 1:
             raise ValueError(
-                f"layer '{self.path}': a batch of shape {tuple(x.shape)} has only one value per feature, so"
-                " its variance is undefined; drop that batch or, if the network calls this layer only once, use"
-                " upstream='population' with rule='pooled'"
+                f"layer '{self.path}': for one batch, its input of shape {tuple(x.shape)} has only one value per"
+                " feature, so the variance is undefined; drop that batch or, if the network calls this layer only once,"
+                " use upstream='population' with rule='pooled'"
             )
         if self.direct:
             where = None if mask is None else mask.reshape(mask.shape[0], *[1] * k, *mask.shape[1:])
@@ -432,8 +435,8 @@ class _Observer:
 
         Raises:
             ValueError: if a moment is not finite, if the layer's forward was called without the hooks, if the layer has
-                its own forward and its normalized input could not be observed, or if there are too few values for a
-                variance.
+                its own forward and the input that it normalizes could not be observed, or if there are too few values
+                for a variance.
         """
         surplus = 0 if self.direct else int(self.layer.num_batches_tracked) - int(self._counted)  # type: ignore[arg-type]
         hidden = self.own_forward and self._called

@@ -8,13 +8,14 @@ from training import striped_folder
 from batchnorm.cli import main
 
 
-def test_every_cell_is_trained_and_the_best_rate_counts(tmp_path, capsys):
+def test_every_cell_is_trained_and_the_best_rate_counts(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
     data = striped_folder(tmp_path / "images")
     for split in ("train", "val"):
         shutil.copytree(data / split / "class0", data / split / "class3")
     words = "--classes 4 --images 3 --batches 2 --rates 0.01 0.1 --seeds 2 --size 16 --first-epochs 0.5 --epochs 1"
     out = tmp_path / "fine-tuning.json"
-    given = ["bench", "fine-tuning", "--data", str(data), *words.split(), "--processes", "1", "--out", str(out)]
+    given = ["bench", "fine-tuning", "--data", "~/images", *words.split(), "--processes", "1", "--out", str(out)]
     assert main(given) == 0
     found = json.loads(out.read_text())
     assert [(row["batch"], row["statistics"]) for row in found["rows"]] == [

@@ -30,8 +30,9 @@ def test_contenders_compute_the_same_loss():
 def test_the_table_says_whether_the_bar_is_reached():
     stock = [StepTime("stock", 32, 6.0, 5333.0, 1.0, 0.9), StepTime("composed", 32, 5.4, 5926.0, 1.1, 1.0)]
     fast, slow = (StepTime("ours", 32, 1.0, speed, 2.2, ratio) for speed, ratio in ((11_000.0, 2.0), (10_000.0, 1.9)))
-    assert report([*stock, fast], 32).count(": reached") == 2
-    assert report([*stock, slow], 32).count(": MISSED") == 2
+    assert report([*stock, fast], 32, 224).count(": reached") == 2
+    assert report([*stock, slow], 32, 224).count(": MISSED") == 2
+    assert "reached" not in report([*stock, fast], 32, 64)  # the goals are for images of 224 px
 
 
 def test_a_profile_sums_kernels_by_kind():

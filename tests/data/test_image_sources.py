@@ -12,7 +12,7 @@ def test_an_image_of_gigantic_dimensions_is_passed_over(tmp_path):
     image_folder(tmp_path, [(20, 20)] * 3)
     (tmp_path / "train" / "ant" / "gigantic.png").write_bytes(gigantic())
     note = small_images_note(open_source(tmp_path, "train"), 32)
-    assert "their median short side is 20 px" in note
+    assert "the median short side is 20 px" in note
 
 
 def names(path, split):

@@ -428,6 +428,13 @@ def test_the_variance_of_features_that_are_constant_on_the_batches_is_unknown():
     assert "stale_averages" not in rules(first.train(), batches)
 
 
+def test_only_features_with_a_tiny_variance_are_counted_as_constant():
+    spread = torch.tensor([1.0, 1e-5, 0.0])  # the first is small relative to its mean, but not tiny
+    batches = [torch.randn(64, 3) * spread + torch.tensor([1e7, 0.0, 0.0]) for _ in range(6)]
+    why = rules(nn.Sequential(nn.BatchNorm1d(3)), batches)["tiny_variance"].why
+    assert why.startswith("2 of 3 features (1 of them constant) have a variance below")
+
+
 def test_a_variance_that_is_off():
     net = healthy()
     net.bn2.running_var *= 9
@@ -588,7 +595,7 @@ def test_an_optimizer_of_the_network_before_conversion():
 def test_what_is_not_checked_is_listed():
     assert bn.diagnose(healthy(), data()[:1]).unchecked == (
         "which parameters are trained and decayed (pass optimizer=)",
-        "whether running averages are stale (pass at least 5 batches)",
+        "whether running averages are stale or mix different inputs (pass at least 5 batches)",
     )
 
     class OnlyEvaluates(nn.Module):

@@ -127,14 +127,21 @@ def test_no_readable_images(tmp_path):
         evaluate_networks({"a": Tiny}, open_squares(tmp_path, crops=Crops.of(1, 32)))
 
 
+class Tuple(nn.Module):
+    def forward(self, x):
+        return x, x
+
+
 @pytest.mark.parametrize(
     ("network", "message"),
     [
         (lambda: Tiny(classes=7), "wrong gives 7 scores per image, but the data has 3 classes"),
         (lambda: nn.Sequential(nn.Flatten(), nn.Linear(5, 3)), "wrong raises an error for images of 3x32x32"),
+        (lambda: nn.Flatten(0), r"wrong returns a tensor of shape \(3072,\) for one image"),
+        (Tuple, "wrong returns a tuple for one image: it must return a tensor"),
         (lambda: Tiny(sharpness=float("nan")), "wrong gives NaN or infinite probabilities for 6 of 6 images"),
     ],
-    ids=["classes", "architecture", "diverged"],
+    ids=["classes", "architecture", "vector", "tuple", "diverged"],
 )
 def test_a_network_that_does_not_fit(tmp_path, network, message):
     folder(tmp_path, SIZES)

@@ -301,6 +301,8 @@ def test_an_input_that_is_changed_before_the_output_is_read():
 def test_lazy_layers_that_never_ran_are_refused():
     with pytest.raises(ValueError, match=r"0\.weight is not initialized"):
         bn.fold(nn.Sequential(nn.LazyConv2d(3, 3), nn.BatchNorm2d(3)), image())
+    with pytest.raises(ValueError, match=r"1.running_mean is not initialized: run the network once"):
+        bn.fold(nn.Sequential(nn.Conv2d(3, 3, 3), nn.LazyBatchNorm2d(affine=False)), image())
 
 
 def test_a_norm_that_keeps_no_statistics_is_kept():

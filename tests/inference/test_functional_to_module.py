@@ -315,7 +315,7 @@ class Switched(Functional2):
 
 def test_an_argument_that_traced_code_cannot_check():
     net, x = Switched().eval(), torch.randn(2, 4, 5, 5)
-    with pytest.warns(UserWarning, match="1 left: .* its argument 'mode' is a Mode, which traced code cannot check"):
+    with pytest.warns(UserWarning, match="1 left: .* its argument 'mode' is a Mode, and traced code cannot check that"):
         folded = bn.fold(net, x)
     for mode in Mode:
         torch.testing.assert_close(folded(x, mode), net(x, mode))

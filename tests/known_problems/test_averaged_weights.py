@@ -1,4 +1,4 @@
-"""EMA and SWA average only weights (Lightning 14866, timm 106, pytorch 84053); estimate_ updates statistics."""
+"""EMA and SWA leave statistics that do not fit the averaged weights (Lightning 14866, pytorch 84053)."""
 
 import copy
 

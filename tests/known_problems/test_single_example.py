@@ -27,6 +27,13 @@ def test_error_names_the_layer_and_the_ways_out(kind, shape):
     assert net[1].num_batches_tracked == 0
 
 
+def test_sync_in_a_single_process():
+    with pytest.raises(ValueError, match="expected more than 1 value per channel"):
+        bn.BatchNorm1d(3, statistics=bn.Sync())(torch.randn(1, 3))
+    layer, x = bn.BatchNorm1d(3, statistics=bn.Sync(), on_single="running"), torch.randn(1, 3)
+    torch.testing.assert_close(layer(x), layer.eval()(x), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize(("kind", "shape"), SINGLE)
 def test_policy_running(kind, shape):
     layer = kind(3, on_single="running")

@@ -293,6 +293,13 @@ def test_a_changed_separable_convolution_runs_as_drawn(change):
         torch.testing.assert_close(conv(x), nn.Sequential(*conv)(x))
 
 
+def test_a_rearranged_separable_convolution_takes_a_single_image():
+    conv = SeparableConv2d(3, 16, 7, stride=2)
+    conv.rearrange = True
+    x = torch.randn(3, 9, 9)
+    torch.testing.assert_close(conv(x), conv(x[None])[0])
+
+
 def test_global_hooks_see_a_separable_convolution_as_drawn():
     conv, x, seen = SeparableConv2d(3, 5, 3, multiplier=4), torch.randn(2, 3, 8, 8), []
     conv.rearrange = True

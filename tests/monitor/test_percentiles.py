@@ -244,6 +244,8 @@ def test_memory_keeps_the_first_and_the_last():
         ({"layers": ["sigmoid9"]}, "the network has no layer 'sigmoid9'; its layers are linear1"),
         ({"every": 0}, "every=0: must be 1 or more"),
         ({"percentiles": (85, 15)}, "ascending"),
+        ({"percentiles": (-10, 50)}, "from 0 to 100"),
+        ({"percentiles": (15, 150)}, "from 0 to 100"),
         ({"points": 1}, "points must be at least 2"),
     ],
 )
@@ -253,7 +255,9 @@ def test_errors_say_what_to_do(arguments, message):
 
 
 def test_a_network_without_nonlinearities_is_refused():
-    with pytest.raises(ValueError, match="no nonlinearity or normalization modules; name the layers to watch"):
+    with pytest.raises(
+        ValueError, match="no nonlinearity modules and no batch or instance normalization; name"
+    ):
         Monitor(nn.Sequential(nn.Linear(2, 2)))
     with pytest.raises(ValueError, match="pass a batch to record\\(\\)"):
         Monitor(perceptron()).record(0)

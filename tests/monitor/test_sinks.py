@@ -68,3 +68,11 @@ def test_a_run_that_starts_again_replaces_its_records(tmp_path):
             for step in steps:
                 sink.write(Record(step))
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 5, 15]
+
+
+def test_a_line_that_a_killed_run_did_not_finish_is_removed(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "lo')
+    with JSONLines(path) as sink:
+        sink.write(Record(5))
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 5]

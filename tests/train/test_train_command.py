@@ -46,7 +46,7 @@ def test_images_that_would_be_enlarged_are_told(data):
     assert small_images_note(source, 32) is None  # the images have 36 px
     # The note advises no size, because not every network takes smaller images.
     assert small_images_note(source, 64) == (
-        "in a sample, most images are smaller than --size 64 and will be enlarged; their median short side is 36 px"
+        "in a sample, most images are smaller than --size 64 and will be enlarged; the median short side is 36 px"
     )
 
 

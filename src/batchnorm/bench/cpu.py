@@ -122,7 +122,7 @@ def cpu(
     process keeps freed memory for reuse instead of returning it to the system.
 
     Args:
-        out: the result file; None writes no file. Published result files are in results/.
+        out: the result file; in Python, None writes no file. Published result files are in results/.
         threads: number of threads that torch uses.
         rounds: number of rounds, each of which times our code and torch's.
         seconds: approximate time for our code, and again for torch's, in each round; at least one forward and backward

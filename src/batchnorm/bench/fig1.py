@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -53,7 +52,7 @@ def fig1(
         "one process": partial(_reproduce, steps, rate, std, 1),
         "make run": partial(_reproduce, steps, rate, std, 2),
     }
-    load = os.getloadavg()[0]
+    load = environment()["load"]
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     accuracies: dict[str, list[list[float]]] = {name: [] for name in contenders}
     for seed in range(rounds):

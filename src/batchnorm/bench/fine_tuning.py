@@ -161,7 +161,7 @@ def _divide(data: Path, classes: int, images: int, folder: Path) -> tuple[Path, 
         for split, name in product(("train", "val"), chosen):
             target = folder / part / split / name
             target.mkdir(parents=True)
-            files = sorted((data / split / name).iterdir())
+            files = sorted((data.expanduser() / split / name).iterdir())
             for file in files[:limit] if split == "train" else files:
                 (target / file.name).symlink_to(file.resolve())
     first, others = (folder / part for part in parts)

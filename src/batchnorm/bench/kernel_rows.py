@@ -130,7 +130,9 @@ def key_of(layer: LayerShape, channels_last: bool, dtype: torch.dtype, residual:
 
 
 def is_measured(row: dict[str, Any], compiler: str) -> bool:
-    """Return whether a row has the time of torch.compile in this mode, and our time unless our kernels were refused.
+    """Return whether a row has the time of ``compiler`` and, unless our kernels were refused, our time.
+
+    ``compiler`` is "compile" or "compile-max", the two modes of torch.compile.
 
     >>> is_measured({"us": {"compile": [1.0, 2.0]}}, "compile")
     False

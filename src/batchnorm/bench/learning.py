@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -117,7 +117,7 @@ def _open(recipe: LearningRecipe, split: Literal["train", "val"], seed: int) -> 
     )
 
 
-def compare(runs: Iterable[LearningRun]) -> dict[str, Any]:
+def compare(runs: Sequence[LearningRun]) -> dict[str, Any]:
     """Return both networks' mean accuracies and ranges over seeds, and whether the means count as the same.
 
     >>> def run(form, accuracy):

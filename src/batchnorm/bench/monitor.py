@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from operator import truediv
@@ -42,7 +41,7 @@ def monitor(steps: int = 500, rounds: int = 15, out: Path = Path("runs/bench/mon
             optimizer.step()
         return (time.perf_counter() - began) / len(rows)
 
-    load = os.getloadavg()[0]
+    load = environment()["load"]
     seconds: dict[str, list[float]] = {"no monitor": [], "on the batch": [], "on a probe of 250": []}
     train(torch.randint(60_000, (100, 60)))
     for _ in range(rounds):

@@ -351,8 +351,8 @@ def networks(
         batches: batch sizes, by default 256 and 32 on a GPU and 8 on a CPU; a batch size is halved if memory runs out.
         size: height and width of the images; not used if the function returns an example batch.
         device: cpu, cuda, or auto.
-        seconds_per_row: how long to time each network in each mode at each batch size; timing ends sooner once
-            the speedup is known to within 1%, and takes at least six rounds.
+        seconds_per_row: how long to time each network in each mode (compiled and backend together) at each batch size;
+            timing ends sooner once the speedup is known to within 1%, and takes at least six rounds.
         minutes: stop after this many minutes and keep the rows measured so far; run the same command again to continue.
         jobs: on a GPU, number of processes; they build and compile networks in parallel, and are timed one at a time.
         cudnn_benchmark: let cuDNN try its algorithms and choose the fastest, which takes a long time.

@@ -13,7 +13,7 @@ import torch
 KINDS = (
     ("convolutions, forward", r"(?i:fprop)|^convolve\b"),
     ("convolutions, gradients of inputs", r"dgrad|convBwdData"),
-    ("convolutions, gradients of kernels", r"wgrad|convBwdFilter|^(kernel_gradient|add_parts)\b"),
+    ("convolutions, gradients of weights", r"wgrad|convBwdFilter|^(kernel_gradient|add_parts)\b"),
     ("pooling", r"pool|^max_|^(average|spread)\b"),
     ("BN, forward", r"^(forward|forward_layers)\b"),
     ("BN, backward", r"^(backward|backward_layers)\b"),

@@ -133,7 +133,7 @@ def crop_resize(images: Tensor, boxes: Tensor, size: int) -> Tensor:
 
 
 def _triangle_filter(start: Tensor, stop: Tensor, pixels: int, size: int) -> Tensor:
-    """Return input pixels' weights in output pixels, of shape (n, size, pixels); they are 0 outside the box."""
+    """Return the weight of each input pixel in each output pixel, of shape (n, size, pixels); 0 outside the box."""
     scale = ((stop - start) / size)[:, None]
     center = start[:, None] + scale * (torch.arange(size, device=start.device) + 0.5)
     pixel = torch.arange(pixels, device=start.device) + 0.5

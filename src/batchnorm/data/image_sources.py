@@ -43,7 +43,7 @@ class ImageSource(Protocol):
         """Return the encoded image."""
 
     def name(self, index: int) -> str:
-        """Return where the example is stored, for messages."""
+        """Return where the example is stored."""
 
 
 @dataclass(frozen=True)
@@ -236,7 +236,7 @@ def small_images_note(source: ImageSource, size: int) -> str | None:
     if usual >= size:
         return None
     return (
-        f"in a sample, most images are smaller than --size {size} and will be enlarged; their median short side is"
+        f"in a sample, most images are smaller than --size {size} and will be enlarged; the median short side is"
         f" {usual} px"
     )
 
@@ -253,7 +253,7 @@ def check_same_data(data: dict[str, dict[str, Any]]) -> None:
     >>> check_same_data({"a": {"train": 3}, "b": {"train": 4}})
     Traceback (most recent call last):
         ...
-    ValueError: a and b use different data (train 3 and 4); keep them in separate folders
+    ValueError: a and b use different data (train 3 and 4); keep their results in separate folders
     """
     (first, expected), *rest = data.items() if data else [("", {})]
     for name, found in rest:

@@ -75,8 +75,8 @@ class ImageBatches:
 
         Raises:
             ValueError: if ``start`` is out of range.
-            TooManyCorruptError: if more than ``max_corrupt`` files are unreadable, or if a training batch has fewer
-                than two readable images.
+            TooManyCorruptError: if this process finds more than ``max_corrupt`` unreadable files, or if a training
+                batch has fewer than two readable images.
         """
         if not 0 <= start <= len(self):
             raise ValueError(f"start={start} is out of range: an epoch has {len(self)} steps")
@@ -85,7 +85,8 @@ class ImageBatches:
             if self.order.train and len(labels) < 2:
                 raise TooManyCorruptError(
                     f"step {step} of epoch {epoch} has {len(labels)} readable image(s), too few for batch"
-                    f" normalization; replace or remove the files that could not be read: {self._listed()}"
+                    " normalization: replace or remove the files that could not be read; the first ones:"
+                    f" {self._listed()}"
                 )
             yield images.permute(0, 3, 1, 2), labels
 
@@ -162,7 +163,7 @@ def open_images(
             :class:`batchnorm.data.device_cache.DeviceCache` for the differences from ``"none"``.
         decoded: with ``cache="device"``, a folder to save the decoded images in for later runs.
         device: the device that batches are copied to.
-        max_corrupt: how many files may be unreadable; by default 10 plus a thousandth of all examples.
+        max_corrupt: how many unreadable files this process may skip; by default 10 plus a thousandth of all examples.
         crop_area: the range of a random crop's share of the image's area.
 
     Raises:

@@ -37,7 +37,7 @@ class Layer:
     inputs: list[MomentAccumulator] = field(default_factory=list)
     """The moments of its inputs: one accumulator for the first call in each forward pass, one for the second, ..."""
     m: float = 0.0
-    """The largest number of values that statistics were computed from."""
+    """The largest number of values per feature that statistics were computed from."""
     not_finite: Tensor | int = 0
     """How many of its inputs had an inf or NaN."""
     largest: Tensor | None = None

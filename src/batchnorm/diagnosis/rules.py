@@ -33,7 +33,7 @@ SHARE = 0.02
 ERRORS = 3
 """How many standard errors a gap must exceed, so that it is not due to the choice of batches."""
 FEW = 5
-"""With fewer batches, the standard errors are too uncertain to judge running averages."""
+"""With fewer batches, the standard errors are too uncertain to judge running averages or the means of inputs."""
 SMALL = 16
 """Batches with fewer values per feature are small: the standard error of their means is above std / 4."""
 TINY = 0.1
@@ -186,7 +186,7 @@ def half_frozen(e: Evidence) -> Iterator[Problem]:
 
 
 def momentum(e: Evidence) -> Iterator[Problem]:
-    """Find layers whose momentum disables the running averages, or makes them depend mostly on the last batch."""
+    """Find layers whose momentum never changes the running averages, or makes them depend mostly on the last batch."""
     for layer in e.layers:
         value = layer.module.momentum
         if value is None or not layer.updates:
@@ -287,8 +287,8 @@ def tiny_variance(e: Evidence) -> Iterator[Problem]:
         if averages is None:
             continue
         var = averages.var + averages.mean_spread
-        below = int((var < TINY * layer.module.eps).sum())
-        constant = int((var <= ROUNDING * averages.mean.square()).sum())
+        tiny = var < TINY * layer.module.eps
+        below, constant = int(tiny.sum()), int((tiny & (var <= ROUNDING * averages.mean.square())).sum())
         if below:
             zero = f" ({constant} of them constant)" if constant else ""
             yield (
@@ -425,7 +425,7 @@ def unchecked(e: Evidence) -> Iterator[str]:
     if not e.shows_training:
         yield "dropout, because the network does not run in training mode on the first batch"
     if e.batches < FEW:
-        yield f"whether running averages are stale (pass at least {FEW} batches)"
+        yield f"whether running averages are stale or mix different inputs (pass at least {FEW} batches)"
     own = [layer.path for layer in e.layers if not layer.standard]
     if own:
         yield f"the inputs of {', '.join(own)}, because the class has its own forward"
@@ -442,7 +442,7 @@ def _source(layer: Layer) -> object:
 
 
 def _subtracting(module: nn.Module, call: TracedCall) -> nn.Module | None:
-    """Return the only module that reads a call's output, or None if it would not subtract the called module's bias.
+    """Return the only module that reads a call's output, or None if it cannot subtract the called module's bias.
 
     A batch normalization subtracts one mean for each index of dimension 1. So it does not subtract the bias of a Linear
     whose output has more than two dimensions, because that bias differs along the last dimension.

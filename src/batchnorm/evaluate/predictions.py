@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -77,9 +77,12 @@ class MeanProbabilities(nn.Module):
 
     def probabilities(self, images: Tensor) -> Tensor:
         """Return the network's class probabilities for uint8 images."""
+        return self.scores(images).float().softmax(1)
+
+    def scores(self, images: Tensor) -> Tensor:
+        """Return the network's output for uint8 images."""
         with torch.autocast(images.device.type, torch.bfloat16, enabled=images.is_cuda):
-            scores: Tensor = self.net(self.normalize(images))
-        return scores.float().softmax(1)
+            return cast(Tensor, self.net(self.normalize(images)))
 
 
 class Predictions(NamedTuple):
@@ -146,14 +149,17 @@ def check_fits(mean: MeanProbabilities, classes: int, name: str) -> None:
     """
     size = mean.crops.size
     try:
-        found = mean.probabilities(torch.zeros(1, 3, size, size, dtype=torch.uint8, device=mean.normalize.shift.device))
+        found = mean.scores(torch.zeros(1, 3, size, size, dtype=torch.uint8, device=mean.normalize.shift.device))
     except torch.OutOfMemoryError:
         raise
-    except (RuntimeError, ValueError, TypeError) as error:
+    except Exception as error:
         raise ValueError(
             f"{name} raises an error for images of 3x{size}x{size} ({error}): evaluate the network at the size it was"
             " trained for"
         ) from error
+    if not isinstance(found, Tensor) or found.ndim < 2:
+        kind = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        raise ValueError(f"{name} returns {kind} for one image: it must return a tensor of shape (images, classes)")
     if found.shape != (1, classes):
         raise ValueError(
             f"{name} gives {' x '.join(map(str, found.shape[1:]))} scores per image, but the data has {classes}"

@@ -112,7 +112,10 @@ class Graph:
         return value.consumers if value is not None else []
 
     def follows_input(self, value: Value) -> bool:
-        """Return whether a value depends on the input, or on another tensor that is not a parameter or buffer."""
+        """Return whether a value depends on the input or on another tensor from before the forward pass.
+
+        Parameters and buffers do not count.
+        """
         held = set(self._values.values())
         waiting, seen = [value], set[Value]()
         while waiting:

@@ -92,7 +92,7 @@ class ConditionBuilder:
             self._expect(f"_is_quiet({_spell(path)})")
 
     def expect_leaves(self) -> None:
-        """Expect that modules keep their ``inplace`` setting; identities and in-place modules keep their class."""
+        """Expect unchanged ``inplace`` settings; identities and in-place modules keep their class and have no hooks."""
         for node in self.traced.graph.nodes:
             if node.op == "call_module":
                 self._expect_in_place(str(node.target))

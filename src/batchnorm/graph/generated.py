@@ -225,9 +225,15 @@ def _digest(kind: type[nn.Module], variants: tuple[Variant, ...]) -> str:
     return sha256("".join(texts).encode()).hexdigest()
 
 
-def _text_of(code: CodeType) -> str:
-    constants = [_text_of(c) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
-    return repr((code.co_code, code.co_names, code.co_varnames, constants))
+def _text_of(constant: Any) -> str:
+    """Return a text of code or of a constant in it, which is the same in every process."""
+    if isinstance(constant, CodeType):
+        return repr((constant.co_code, constant.co_names, constant.co_varnames, _text_of(constant.co_consts)))
+    if isinstance(constant, tuple):
+        return repr([_text_of(item) for item in constant])
+    if isinstance(constant, frozenset):  # the order of its items depends on the process
+        return repr(sorted(_text_of(item) for item in constant))
+    return repr(constant)
 
 
 def by_name(kind: str, thing: Any) -> tuple[Any, ...]:

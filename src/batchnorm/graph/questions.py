@@ -1,8 +1,8 @@
 """Answer the questions that traced code asks about its arguments, such as ``x.dim() == 3``.
 
 Only questions about the arguments' shapes, dtypes and devices can be answered. The answers are computed for example
-arguments. Each question is also written as a Python expression. A rewritten forward evaluates this expression before
-each call, to check that the answer is still the same.
+arguments. Each question is also written as a Python expression. A rewritten forward evaluates this expression in each
+call, to check that the answer is still the same.
 """
 
 from __future__ import annotations

@@ -288,7 +288,7 @@ def _crossed(module: nn.Module, matcher: Matcher, traced: Traced, match: Match) 
     """Yield the paths of the children that must be traced into for a match.
 
     These are the children whose code the match relies on, and also any child that is called between BN and the sum and
-    may write to its input.
+    may write to its own input.
     """
     norm, end = (traced.stacks[node.name] for node in (match.norm, match.end))
     outer = {p for p in norm if p in end}

@@ -40,7 +40,7 @@ class FoldPlan:
     after: dict[nn.Module, Map] = field(default_factory=dict)
     remaining: dict[TorchBatchNorm, Map] = field(default_factory=dict)
     gone: dict[TorchBatchNorm, list[nn.Module]] = field(default_factory=dict)
-    """The layers that are folded, with the modules into whose weights they are folded."""
+    """The layers that are folded, with the modules that they are folded into."""
     reasons: dict[TorchBatchNorm, str] = field(default_factory=dict)
     """Why a layer could not be folded into its producer and, if it is not folded at all, into its consumers."""
 
@@ -77,7 +77,7 @@ def reason_to_keep(module: nn.Module, graph: Graph) -> str:
     if module.running_mean is None or module.running_var is None:
         return BY_MINI_BATCH
     if not all(bool(v.isfinite().all()) for v in map_of(module)):
-        return "its statistics or parameters are not finite numbers"
+        return "its statistics and parameters give a scale or shift that is not finite"
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         for reader in graph.readers_of(tensor):
             return f"its {name} is also read by {reader}"

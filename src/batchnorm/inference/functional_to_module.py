@@ -221,7 +221,7 @@ def _is_unchanged(before: tuple[Any, int], after: tuple[Any, int]) -> bool:
 
 
 def _keeps_its_forward(module: nn.Module) -> bool:
-    """Return whether a module runs the forward of ``torch.nn`` or, if it is a batch normalization, of this library.
+    """Return whether a module runs the forward of a ``torch.nn`` class or of this library's ``BatchNorm``.
 
     For ``nn.Sequential``, the result is False, so that its children are traced.
     """
@@ -309,7 +309,10 @@ def _fixed_arguments(module: nn.Module, calls: list[Any]) -> dict[str, Any]:
         found.append({k: v for k, v in given if k in single and not network_call.tensors_in(v)})
     for name, value in (item for fixed in found for item in fixed.items()):
         if type(value) not in (*base_types, type(None)):
-            raise ValueError(f"its argument '{name}' is a {type(value).__name__}, which traced code cannot check")
+            raise ValueError(
+                f"its argument '{name}' is a {type(value).__name__}, and traced code cannot check that"
+                " other calls pass the same value"
+            )
     if any(fixed != found[0] for fixed in found):
         raise ValueError("its calls differ in arguments that are not tensors")
     return found[0] if found else {}
@@ -340,7 +343,7 @@ def _drop_layers(module: nn.Module, graph: fx.Graph, inside: set[nn.Module]) -> 
 def _adopt(module: nn.Module, graph: fx.Graph, before: set[str], twin: nn.Module) -> None:
     """Give the module a class that runs the graph; for a batch normalization, this class derives only from nn.Module.
 
-    The graph was traced on ``twin``, a copy of the module, which has the new children and constants.
+    ``twin``, the copy of the module on which the graph was traced, has the new children and constants.
     """
     norm = isinstance(module, TorchBatchNorm)
     after = _attributes_read(graph)

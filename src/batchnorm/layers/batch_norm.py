@@ -280,7 +280,7 @@ class BatchNorm(TorchBatchNorm):
         Raises:
             ValueError: if the batch, or a group of ``Ghost``, has one value per feature and ``on_single`` is "error".
         """
-        if isinstance(self.statistics, Sync):
+        if isinstance(self.statistics, Sync) and collectives.world_size(self.statistics.group) != 1:
             return False  # the statistics are over all ranks, and other ranks may have more values
         dims = len(_as_tuple(self.num_features))
         m = input.shape[0] * prod(input.shape[1 + dims :])
@@ -317,8 +317,8 @@ class BatchNorm(TorchBatchNorm):
     def _reset_skipped(self) -> None:
         """Set the count of skipped batches to 0 on the device of the running averages.
 
-        A state dict does not contain this count. So after one is loaded, the count may still be on ``meta`` or, after
-        ``to_empty()``, uninitialized.
+        State dicts do not contain this count. So after a state dict is loaded, the count may still be on ``meta`` or,
+        after ``to_empty()``, uninitialized.
         """
         mean, skipped = self._buffers.get("running_mean"), self._buffers.get("num_batches_skipped")
         if skipped is None:
@@ -418,7 +418,8 @@ class BatchNorm1d(BatchNorm, nn.BatchNorm1d):
         statistics: how to compute training statistics, if not over the batch: ``Sync()``, ``Ghost(size)`` or
             ``Renorm()``.
         on_single: what to do with a training batch that has one value per feature. "error" raises ValueError, and
-            "running" normalizes the batch by the running statistics.
+            "running" normalizes the batch by the running statistics. With several ranks, a layer
+            with ``Sync`` ignores this option.
 
     >>> layer = BatchNorm1d(2, activation="sigmoid")
     >>> layer(torch.tensor([[0.0, 1.0], [0.0, 3.0]])).shape

@@ -31,7 +31,7 @@ class Monitor:
         percentiles: the percentiles to record, at least two, in ascending order.
         every: steps between records. Each time there are ``points`` records, every second record is dropped and
             ``every`` doubles, so memory is bounded for a run of any length.
-        points: the maximum number of records in memory.
+        points: the maximum number of records in memory, separately for percentiles and for gradient changes.
         probe: a batch to run for each record, instead of recording the training batch. The probe runs as in training,
             normalized by its own statistics, but without dropout. Running it changes neither the network's buffers nor
             the state of random number generators.
@@ -69,8 +69,11 @@ class Monitor:
         network_call.check_network(net)
         if every < 1:
             raise ValueError(f"every={every}: must be 1 or more")
-        if list(percentiles) != sorted(percentiles) or len(percentiles) < 2:
-            raise ValueError(f"percentiles={percentiles}: must be two or more numbers in ascending order")
+        ascending = list(percentiles) == sorted(percentiles)
+        if not ascending or len(percentiles) < 2 or not 0 <= percentiles[0] <= percentiles[-1] <= 100:
+            raise ValueError(
+                f"percentiles={percentiles}: must be two or more from 0 to 100, in ascending order"
+            )
         self.net, self.every, self.percentiles, self.probe = net, every, tuple(percentiles), probe
         self.layers = _chosen(net, layers)
         self.sinks, self.step = tuple(sinks), 0
@@ -127,8 +130,8 @@ class Monitor:
     def record_gradient_change(self, step: int, loss: Callable[[Any, Any], Tensor], batch: Any, rate: float) -> Record:
         """Store and return how each layer's gradient changes if only the layers below it take a gradient step.
 
-        The other arguments are those of :func:`batchnorm.monitor.gradient_change`, which runs a forward and backward
-        pass per layer.
+        The arguments after ``step`` are those of :func:`batchnorm.monitor.gradient_change`, which runs a forward and
+        backward pass per layer.
         """
         busy, self._busy = self._busy, True
         try:
@@ -184,7 +187,8 @@ def _chosen(net: nn.Module, layers: Sequence[str] | None) -> list[str]:
         layers = nonlinearities(net)
         if not layers:
             raise ValueError(
-                "the network has no nonlinearity or normalization modules; name the layers to watch with layers="
+                "the network has no nonlinearity modules and no batch or instance normalization; name the layers to"
+                " watch with layers="
             )
     for name in layers:
         if name not in names or not name:

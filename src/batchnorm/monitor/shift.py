@@ -43,7 +43,7 @@ def drift(records: Sequence[Record], layer: str, of: Literal["z", "x"] = "z") ->
 
 
 def typical_unit(records: Sequence[Record], layer: str) -> int:
-    """Return the index of the unit that has the median total drift of a layer's units.
+    """Return the index, among a layer's recorded units, of the unit that has the median total drift.
 
     Args:
         records: a monitor's records, in order.

@@ -60,7 +60,7 @@ class JSONLines:
     """Append one line of JSON per record: ``{"step": 100, "percentiles": {"sigmoid1": {"z": [...], "x": [...]}}}``.
 
     ``x`` is left out if it is the same as ``z``. Numbers are rounded to five significant digits. If the file has
-    records of an earlier run, those from the new run's first step on are removed.
+    records of an earlier run, those from the new run's first step on are removed, and so is an incomplete last line.
 
     Args:
         path: the file; its folder is created if needed.
@@ -78,7 +78,7 @@ class JSONLines:
     def __init__(self, path: str | Path) -> None:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a+", encoding="utf-8")
+        self._file = path.open("ab+")
         self._begun = False
 
     def write(self, record: Record) -> None:
@@ -86,17 +86,16 @@ class JSONLines:
         if not self._begun:
             self._begun = True
             self._cut(record.step)
-        self._file.write(json.dumps(as_json(record)) + "\n")
+        self._file.write(json.dumps(as_json(record)).encode() + b"\n")
         self._file.flush()
 
     def _cut(self, step: int) -> None:
-        """Remove the lines that an earlier run wrote for ``step`` and later steps."""
+        """Remove what an earlier run wrote from ``step`` on, and a last line that it did not finish."""
         self._file.seek(0)
-        lines = self._file.readlines()
-        kept = [line for line in lines if json.loads(line)["step"] < step]
-        if len(kept) < len(lines):
-            self._file.truncate(0)
-            self._file.writelines(kept)
+        for line in self._file:
+            if not line.endswith(b"\n") or json.loads(line)["step"] >= step:
+                self._file.truncate(self._file.tell() - len(line))
+                break
 
     def close(self) -> None:
         """Close the file."""

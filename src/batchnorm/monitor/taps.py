@@ -27,7 +27,7 @@ NONLINEARITIES = (
 def nonlinearities(net: nn.Module) -> list[str]:
     """Return the names of the nonlinearities, and of the batch normalizations that are fused with a nonlinearity.
 
-    If there are none, return the names of all normalizations.
+    If there are none, return the names of all batch and instance normalizations.
     """
     named = [(name, m) for name, m in net.named_modules() if name]
     found = [name for name, m in named if isinstance(m, NONLINEARITIES) or _fuses(m)]
@@ -125,7 +125,7 @@ def borrowed_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def probing(net: nn.Module) -> Iterator[None]:
-    """Inside the block, run the network as in training, with the batch's own statistics, but without side effects.
+    """Inside the block, run the network without side effects, but with batch statistics if it is in training mode.
 
     Batch and instance normalizations keep their mode; everything else, such as dropout, runs in evaluation mode.
     Buffers, random number generators and modes are restored at the end.

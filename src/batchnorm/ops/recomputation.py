@@ -136,7 +136,7 @@ class Kept:
     def __init__(self, tensor: Tensor, *, counted: bool) -> None:
         self.tensor: Tensor | None = tensor.detach()
         self.version = tensor._version
-        self.counted = counted
+        self.counted = counted  # True if an operation saved the tensor, False if the tensor is a source of a recipe
         self.recipe: Recomputed | None = None
         self.place: tuple[Any, ...] = ()
 

@@ -218,7 +218,7 @@ class SeparableConv2d(nn.Sequential):
             return super().forward(x)  # type: ignore[no-any-return, no-untyped-call]
         weight, bias, stride = self.composed_weight(), self.pointwise.bias, self.depthwise.stride
         height, width = weight.shape[2:]
-        if self.by_blocks and stride == (2, 2) and height == width and height % 2:
+        if self.by_blocks and x.dim() == 4 and stride == (2, 2) and height == width and height % 2:
             y = convolve_by_blocks(x, weight, bias)
         else:
             y = F.conv2d(x, weight, bias, stride, self.depthwise.padding)
@@ -250,9 +250,9 @@ class InceptionModule(nn.Module):
     reduces the number of channels. The result is the same, because avg(Wx) = W avg(x).
 
     If this library's kernels support every branch, the branches write directly to their channels of the module's
-    output, and in training several branches are normalized together. In evaluation on a GPU with gradients disabled,
-    the module is rearranged only if the kernels support every branch. If the attribute ``side_by_side`` is True, a
-    rearranged module runs parts of different branches at the same time, on two CUDA streams.
+    output, and in training several branches are normalized together. By default, in evaluation on a GPU with gradients
+    disabled, the module is rearranged only if the kernels support every branch. If the attribute ``side_by_side`` is
+    True, a rearranged module runs parts of different branches at the same time, on two CUDA streams.
 
     Args:
         inputs: the number of input channels.
@@ -280,8 +280,7 @@ class InceptionModule(nn.Module):
                 conv2=unit(row.double33, row.double33, 3, row.stride, out, row.name),
             )
         )
-        # AvgPool2d does not count the padding, so it leaves constants unchanged, even at the border. This is why it can
-        # be swapped with a projection that has a bias.
+        # AvgPool2d can be swapped with a projection that has a bias, because _joined() adds the bias after pooling.
         pool: nn.Module = AvgPool2d() if row.pool == "avg" else MaxPool2d(row.stride)
         self.pool = nn.Sequential(OrderedDict(pool=pool))
         if row.projection:
@@ -362,7 +361,7 @@ class InceptionModule(nn.Module):
         if any(unit.conv.bias is not None for unit in units.values()):
             return False
         autocast = torch.is_autocast_enabled(x.device.type) and torch.get_autocast_dtype(x.device.type) != x.dtype
-        several = x.numel() > x.shape[1] * stride**2  # whether each output channel has more than one value
+        several = x.numel() > x.shape[1] * stride**2  # if so, each output channel has more than one value
         return several and not autocast and all(map(is_quiet, (*used, *layers))) and can_join(layers, x)
 
     def _ends(self) -> tuple[Unit, Unit]:
@@ -420,7 +419,8 @@ def both(first: Callable[[], _A], second: Callable[[], _B]) -> tuple[_A, _B]:
     waits for the current stream; after the calls, the current stream waits for the side stream. Therefore, tensors that
     both streams use need no ``record_stream``.
     """
-    main, side = torch.cuda.current_stream(), _side_stream()
+    main = torch.cuda.current_stream()
+    side = _side_stream(main.device)
     side.wait_stream(main)
     with torch.cuda.stream(side):
         a = first()
@@ -430,8 +430,9 @@ def both(first: Callable[[], _A], second: Callable[[], _B]) -> tuple[_A, _B]:
 
 
 @cache
-def _side_stream() -> torch.cuda.Stream:
-    return torch.cuda.Stream(priority=-1)  # the same priority as the stream that runs training steps in train/step.py
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    # the same priority as the stream that runs training steps in train/step.py
+    return torch.cuda.Stream(device, priority=-1)
 
 
 def _rearranged(module: Unit | SeparableConv2d | InceptionModule, x: Tensor | torch.fx.Proxy) -> bool:

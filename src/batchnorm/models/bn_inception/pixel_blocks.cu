@@ -162,8 +162,8 @@ __device__ __forceinline__ char* data_of(int buffer, int bytes) { return memory 
 #ifdef FORWARD
 
 // A warp computes 32 output channels of 64 pixels at a time. It keeps the weights of these channels in registers.
-// In shared memory, the weights of consecutive output channels are STRIDE values apart. The padding of 8 values avoids
-// bank conflicts.
+// In shared memory, each output channel takes STRIDE values: its weights and 8 values of padding, which avoid bank
+// conflicts.
 #define STRIDE (VALUES + 8)
 
 extern "C" __global__ void __launch_bounds__(THREADS, EACH) convolve(

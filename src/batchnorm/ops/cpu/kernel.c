@@ -209,8 +209,8 @@ INLINE void transform(
     }
 }
 
-// Returns dz = g'(z) dy for one value. If `marked` is set, `passed` says whether g'(z) is 1. If not, g'(z) is computed
-// from z.
+// Returns dz = g'(z) dy for one value. If `marked`, `passed` says whether g'(z) is 1. If `marked` is not set, g'(z) is
+// computed from z.
 INLINE float dz_of(float dy, float z, int passed, int activation, float below, int marked) {
     if (!marked) return activate_backward(dy, z, activation, below);
     return passed ? dy : activation == LEAKY_RELU ? dy * below : 0;

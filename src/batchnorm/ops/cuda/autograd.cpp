@@ -493,9 +493,9 @@ static bool is_final(const Tensor& x, const Optional& gamma, const Optional& bet
       !requires_grad(residual.value_or(Tensor()));
 }
 
-// If AUTOGRAD, the functions `fused` and `fused_` are the operators' implementations for the Autograd dispatch key. They
-// call Python if a call needs tracing or a gradient. When a compiled graph runs, its calls need neither, because the
-// graph contains its own backward pass.
+// If AUTOGRAD, the functions `fused` and `fused_` are the operators' implementations for the AutogradCUDA dispatch key.
+// They call Python if a call needs tracing or a gradient. When a compiled graph runs, its calls need neither, because
+// the graph contains its own backward pass.
 template <bool AUTOGRAD>
 static Triple fused(
     const Tensor& x, const Optional& gamma, const Optional& beta, const Optional& residual, double eps,

@@ -137,6 +137,7 @@ def numbers(g: Geometry, p: Tiling) -> tuple[int, ...]:
 
     The arguments are C, units, slices, parts, share, beside, x_stride, x_plane, y_stride, y_plane, width, magic and
     shift. x_stride, x_plane, y_stride, y_plane and, for channels last, C are divided by ``p.align``.
+    width is the number of units of a channel in one example (0 for channels last).
     """
     a = p.align
     mine = (p.slices, p.parts, p.share, p.beside)

@@ -229,7 +229,8 @@ __device__ __forceinline__ bool is_number(float v) { return fabsf(v) < __int_as_
 struct Shape {
     int C, units, slices, parts;  // `units` is the number of units of a slice
     // Strides in bytes: *_stride is the stride of a row (channels last) or of an example (channels first). *_plane is
-    // the stride of a channel (channels first only). dy's channels have the stride y_plane.
+    // the stride of a channel (channels first only). dx, the residual and its gradient have the strides of y. dy's
+    // channels have the stride y_plane.
     i64 x_stride, x_plane, y_stride, y_plane, dy_stride;
     int width;  // the number of vectors of a channel in one example, if units are vectors; else 0
     u32 magic, shift;  // constants that turn a division by `width` into a multiplication: see magic_of in layout.py

@@ -26,7 +26,7 @@ from .curves import (
 from .result_files import Finished
 
 Rows = list[list[str]]
-# The paper's Figure 3: steps to 72.2%, how many times fewer steps than Inception, and maximum accuracy.
+# From the paper's Figure 3: steps to 72.2%, Inception's steps divided by these steps, and maximum accuracy.
 PAPER = {
     "inception": ("31.0M", "1.0", "72.2%"),
     "bn-baseline": ("13.3M", "2.3", "72.7%"),

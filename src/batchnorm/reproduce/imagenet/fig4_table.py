@@ -71,7 +71,9 @@ class Gain(NamedTuple):
         return "confirmed" if gain > 0 else "refuted"
 
     def __str__(self) -> str:
-        change = f"{self.before:.2%} to {self.after:.2%} (standard error of the difference {self.standard_error:.2%})"
+        where = " on the half of the images not used for the choice" if self.networks else ""
+        spread = f"standard error of the difference {self.standard_error:.2%}"
+        change = f"{self.before:.2%} to {self.after:.2%}{where} ({spread})"
         return f"with {self.name.rstrip(',')}, the {self.error} error is lower: {self.verdict}, {change}"
 
     def as_dict(self) -> dict[str, Any]:
@@ -276,7 +278,8 @@ def markdown(
     if figure is not None:
         lines += [*map(_line, figure.rows), "", *(f"- {step}" for step in (*figure.steps, *figure.chosen))]
         lines += [
-            f"- two networks disagree on {share:.2%} of the images ({crops} {'crop' if crops == '1' else 'crops'})"
+            f"- on average, two networks disagree on {share:.2%} of the images"
+            f" ({crops} {'crop' if crops == '1' else 'crops'})"
             for crops, share in figure.disagreement.items()
             if share is not None
         ]

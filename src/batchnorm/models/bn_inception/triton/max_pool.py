@@ -53,7 +53,7 @@ def slice_of(program, C, A: tl.constexpr, V: tl.constexpr):
 def columns_of(unit, columns, rows, share, width, P: tl.constexpr):
     """Return the columns and rows of a unit's windows.
 
-    If fewer than P columns are left, the last column is repeated and masked out.
+    If fewer than P columns are left, the last column is repeated, and the copies are masked out.
 
     Returns:
         The image of each column [P]; the column's index in its image [P]; a mask of the columns that exist; the first

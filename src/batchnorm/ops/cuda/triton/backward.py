@@ -9,7 +9,8 @@ dgamma = (s2 - low s1) / std.
 
 PHASE 1 computes the sums, dgamma and dbeta; PHASE 2 computes dx and the residual's gradient; PHASE 3 does both. T and
 the arguments ``slices``, ``parts``, ``share``, ``partial`` and ``words`` are described in forward.py. ALONE, LAST and
-TREE are described in ``normalize_part`` of forward.py; here, the programs merge sums instead of moments.
+TREE are described in ``normalize_part`` of forward.py; here, the programs merge sums instead of moments. For FORM,
+``piece``, ``channel``, ``first``, ``last`` and ``shape``, see tile.py.
 
 If g is the identity, dz is dy. Otherwise, if a residual was added, the forward pass may have saved one bit per element,
 which determines g'(z). Without such bits, z is recomputed from x, and from the residual if there is one, by the same

@@ -199,9 +199,9 @@ def normalize_part(
     """Do the work of one program, which processes one part of a slice.
 
     ALONE means that one program processes a whole slice, without a barrier. LAST means that the last program of a slice
-    to arrive at the barrier merges the moments of all parts, and writes ``stats`` for the other programs. Without LAST
-    and ALONE, each program merges the moments of all parts itself. TREE, which requires LAST, means that moments are
-    merged in two steps: first those of each group of up to 32 parts (a twig), then those of the twigs.
+    to arrive at the barrier merges the moments of all parts, and writes ``stats`` for the other programs. With neither
+    LAST nor ALONE, each program merges the moments of all parts itself. TREE, which requires LAST, means that moments
+    are merged in two steps: first those of each group of up to 32 parts (a twig), then those of the twigs.
     """
     R: tl.constexpr = FORM[1]
     EACH: tl.constexpr = 1 if FORM[0] else FORM[2]  # number of values per channel in a unit

@@ -6,7 +6,7 @@ there are fewer than four layers, the absent layers start at slice ``slices``, t
 slice belongs to them. ``stats``, ``partial`` and ``words`` hold the values of all layers, one layer after the other.
 The argument ``piece`` of a function is the index of a slice, and ``firsts`` has the first slices of layers 1 to 3. The
 numbers of channels and the strides are passed divided by A. A and the other arguments are described in tile.py,
-forward.py and backward.py.
+forward.py, backward.py and barrier.py.
 """
 
 from __future__ import annotations
