@@ -238,7 +238,7 @@ def _write_pt2(net: nn.Module, example: Any, path: Path, dynamic: bool, metadata
 
 
 def _load_pt2(path: Path) -> Callable[[Any], Any]:
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), torch.device("cpu"):  # torch.export.load fails if the default device is another
         warnings.filterwarnings("ignore", "The given buffer is not writable")  # torch 2.11 warns about its own code
         program = torch.export.load(path).module()
 
@@ -284,7 +284,7 @@ def _load_onnx(path: Path) -> Callable[[Any], Any]:
             else dict(zip(names, network_call.tensors_in((args, kwargs)), strict=True))
         )
         out = session.run(None, {name: given[name].detach().cpu().numpy() for name in names})
-        return [torch.as_tensor(value) for value in out]
+        return [torch.as_tensor(value, device="cpu") for value in out]
 
     return run
 
