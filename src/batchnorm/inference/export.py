@@ -90,8 +90,9 @@ def export(
         FileNotFoundError: if the folder of ``path`` does not exist.
         MissingExtraError: if packages for ONNX are missing; the message names all of them.
         TypeError: if the network is wrapped in a compiled or data-parallel module; pass the network inside it.
-        ValueError: if ``path`` has another extension, if the network cannot be folded or exported, or if the file
-            computes different outputs or fails on a batch that the network accepts.
+        ValueError: if ``path`` has another extension, if the network cannot be folded or exported, if it is written as
+            ONNX but does not return only tensors, or if the file computes different outputs or fails on a batch that
+            the network accepts.
 
     >>> net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.ReLU()).eval()
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -117,6 +118,8 @@ def export(
             stacklevel=2,
         )
     folded, report = fold_with_report(net, example, tolerance)
+    if path.suffix == ".onnx":
+        _require_tensors(outputs(folded, example))
     warn_of_left(report)
     # Copy the example, because it may be a view of a data set, and torch.export saves the whole storage of its example.
     example = network_call.to_device(example, network_call.device_of(folded), copy=True)
@@ -132,13 +135,14 @@ def export(
             with torch.no_grad(), warnings.catch_warnings(), _without_import_warnings():
                 warnings.simplefilter("ignore")  # torch's exporters warn about their own internals
                 write(folded, traced, draft, dynamic_batch, dict(metadata or {}))
+                run = load(draft)
         except MissingExtraError:
             raise
         except Exception as failure:
             hint = " (try dynamic_batch=False)" if dynamic_batch else ""
             raise ValueError(f"torch cannot export this network to {path.suffix}{hint}: {failure}") from failure
         step("running the file")
-        errors = _errors(net, load(draft), example, _other_sizes(example) if dynamic_batch else [])
+        errors = _errors(net, run, example, _other_sizes(example) if dynamic_batch else [])
         for size, error in errors.items():
             if not error <= limit:
                 branch = "; the network may depend on the batch size: export one file per size with dynamic_batch=False"
@@ -155,6 +159,16 @@ def export(
 
 Writer = Callable[[nn.Module, Any, Path, bool, dict[str, str]], None]
 Loader = Callable[[Path], Callable[[Any], Any]]
+
+
+def _require_tensors(output: Any) -> None:
+    """Raise ValueError if a network's output has a number, a string or another value that is not a tensor or None."""
+    for path, item in network_call.walk([("output", output)]):
+        if isinstance(item, network_call.LEAVES) and not isinstance(item, Tensor | None):
+            raise ValueError(
+                f"the network's {path} is of type {type(item).__name__}, but an ONNX file returns only tensors: export"
+                " a module that calls the network and returns only its tensors, or write a .pt2 file"
+            )
 
 
 def _errors(net: nn.Module, run: Callable[[Any], Any], example: Any, others: list[int]) -> dict[int, float]:
