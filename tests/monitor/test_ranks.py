@@ -64,3 +64,15 @@ def test_records_are_of_what_the_layers_computed(probe):
     z = net[1](x, activation="identity")
     own = z if probe else z[:8]
     torch.testing.assert_close(seen[0][0], percentiles_of(own, (15, 50, 85)))
+
+
+def probe_torch(rank, world_size):
+    net, x = nn.Sequential(nn.SyncBatchNorm(4), nn.ReLU()), batches()[0, 0]
+    seen = Monitor(net).record(0, x).percentiles["1"].z if rank == 0 else None
+    return seen, "forward" in vars(net[0])
+
+
+def test_a_probe_of_torchs_synchronized_layers():
+    (seen, changed), _ = on_ranks(2, probe_torch)
+    torch.testing.assert_close(seen, percentiles_of(nn.BatchNorm1d(4)(batches()[0, 0]), (15, 50, 85)))
+    assert not changed
