@@ -36,9 +36,12 @@ def dotted(node):
 
 
 def imported(tree):
-    """Return the full names of what a file imports from torch, by the names that the file uses."""
+    """Return the full names of what a file imports from torch or looks up in sys.modules, by the file's own names."""
     names = {}
     for node in ast.walk(tree):
+        match node:
+            case ast.Assign([ast.Name(name)], ast.Call(ast.Attribute(attr="get") as get, [ast.Constant(module)])):
+                names |= {name: module} if dotted(get) == ["sys", "modules", "get"] else {}
         if isinstance(node, ast.Import):
             firsts = [a.name.partition(".")[0] for a in node.names]
             names |= {
@@ -54,7 +57,11 @@ def names_in(tree):
     aliases = imported(tree)
     found = set(aliases.values())
     for node in ast.walk(tree):
-        first, *rest = dotted(node) or [""]
+        match node:
+            case ast.Call(ast.Name("getattr"), [owner, ast.Constant(attribute), *_]):
+                first, *rest = *dotted(owner), attribute
+            case _:
+                first, *rest = dotted(node) or [""]
         if first in aliases and rest:
             found.add(".".join([aliases[first], *rest]))
     return set(filter(is_private, found))

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils.data import DataLoader
 
 Forward = Callable[[nn.Module, Any], Any]
@@ -29,7 +30,8 @@ LEAVES = (
 def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the positional and keyword arguments for calling a network on a batch.
 
-    A tensor is passed unchanged. Of a tuple or list, only the first item is passed. A dict becomes keyword arguments.
+    A tensor or PackedSequence is passed unchanged. Of a tuple or list, only the first item is passed. A dict becomes
+    keyword arguments.
 
     Raises:
         TypeError: if the batch has another type or is an empty tuple or list; pass ``forward=`` to :func:`call` then.
@@ -38,7 +40,7 @@ def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     >>> arguments((torch.zeros(2), "labels"))
     ((tensor([0., 0.]),), {})
     """
-    if isinstance(batch, Tensor):
+    if isinstance(batch, Tensor | PackedSequence):
         return (batch,), {}
     if isinstance(batch, tuple | list) and batch:
         if len(batch) > 1 and all(type(item) is int for item in batch):
@@ -130,7 +132,7 @@ def call(net: nn.Module, batch: Any, forward: Forward | None = None) -> Any:
         form = _misfit(net, args, kwargs)
         if form is None:
             raise
-        if isinstance(batch, Tensor):
+        if isinstance(batch, Tensor | PackedSequence):
             called, working = "net(batch)", "net(batch, ...)"
         elif isinstance(batch, Mapping):
             called, working = "net(**batch)", 'net(batch["x"])'
@@ -176,8 +178,12 @@ def to_device(batch: Any, device: torch.device, *, copy: bool = False, dtype: to
     caller's tensors.
     """
 
+    # torch requires the batch_sizes of a PackedSequence to stay on the CPU.
+    staying = {id(item.batch_sizes) for _, item in walk([("", batch)]) if isinstance(item, PackedSequence)}
+
     def move(t: Tensor) -> Tensor:
-        return t.detach().to(device, dtype if t.is_floating_point() else None, copy=copy)
+        target = t.device if id(t) in staying else device
+        return t.detach().to(target, dtype if t.is_floating_point() else None, copy=copy)
 
     return map_tensors(batch, move, lambda other: _with_tensors(other, move))
 
@@ -198,8 +204,9 @@ def map_tensors(tree: Any, fn: Callable[[Tensor], Any], other: Callable[[Any], A
     """Return nested tuples, lists and dicts with ``fn`` applied to the tensors, and ``other`` to all other leaves."""
     if isinstance(tree, Tensor):
         return fn(tree)
-    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(map_tensors(x, fn, other) for x in tree))
+    if isinstance(tree, tuple) and hasattr(tree, "_make"):
+        # Not type(tree)(...), because the constructor of PackedSequence accepts only tensors.
+        return tree._make(map_tensors(x, fn, other) for x in tree)
     if isinstance(tree, tuple | list):
         return type(tree)(map_tensors(x, fn, other) for x in tree)
     if isinstance(tree, dict):

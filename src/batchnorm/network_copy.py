@@ -18,6 +18,8 @@ from . import network_call
 
 Memo = dict[int, Any]
 
+WRAPPERS = {"OptimizedModule": "_orig_mod", "DistributedDataParallel": "module", "DataParallel": "module"}
+"""The classes that wrap a user's network to compile or parallelize it, and the attribute that holds the network."""
 INTERNAL = frozenset(vars(nn.Module()))
 """The attributes that every module has."""
 
@@ -30,13 +32,9 @@ def private_copy(net: nn.Module) -> nn.Module:
         ValueError: if the network cannot be copied, or has lazy layers that are not initialized.
     """
     network_call.check_network(net)
-    for wrapper, inner in (
-        ("OptimizedModule", "_orig_mod"),
-        ("DistributedDataParallel", "module"),
-        ("DataParallel", "module"),
-    ):
-        if type(net).__name__ == wrapper:
-            raise TypeError(f"the network is wrapped in {wrapper}; pass the network inside it, net.{inner}")
+    wrapper = type(net).__name__
+    if wrapper in WRAPPERS:
+        raise TypeError(f"the network is wrapped in {wrapper}; pass the network inside it, net.{WRAPPERS[wrapper]}")
     lazy = [name for name, t in (*net.named_parameters(), *net.named_buffers()) if is_lazy(t)]
     if lazy:
         raise ValueError(f"{lazy[0]} is not initialized: run the network once on a batch to initialize its lazy layers")
@@ -48,6 +46,14 @@ def private_copy(net: nn.Module) -> nn.Module:
             f"the network cannot be copied with copy.deepcopy, so nothing was changed: {error}; remove what"
             " cannot be copied, such as a lock or an open file, from the attributes of the network's modules"
         ) from error
+
+
+def unwrapped(net: nn.Module) -> tuple[str, nn.Module]:
+    """Return the network inside compiled and parallel wrappers, and the prefix of its layers' names in ``net``."""
+    prefix = ""
+    while (inner := WRAPPERS.get(type(net).__name__)) is not None:
+        prefix, net = f"{prefix}{inner}.", getattr(net, inner)
+    return prefix, net
 
 
 def _uncopied(net: nn.Module) -> Memo:

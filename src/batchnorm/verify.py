@@ -295,7 +295,8 @@ def _as_tensor(item: Any) -> Tensor | None:
     if isinstance(item, np.ndarray | np.generic) and item.dtype.kind in "fiubc":
         return torch.from_numpy(np.array(item))
     if isinstance(item, bool | int | float | complex):
-        return torch.tensor(item, dtype=torch.complex128 if isinstance(item, complex) else torch.float64)
+        dtype = torch.complex128 if isinstance(item, complex) else torch.float64
+        return torch.tensor(item, dtype=dtype, device="cpu")
     return None
 
 
@@ -347,7 +348,8 @@ def _nudge_(net: nn.Module, steps: dict[str, float], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, t in _floating(net):
-            signs = torch.randint(2, t.shape, generator=generator, dtype=torch.int8).to(t) * 2 - 1
+            coins = torch.randint(2, t.shape, generator=generator, dtype=torch.int8, device="cpu")
+            signs = coins.to(t) * 2 - 1
             t.data = t + t * signs * steps[name]  # not in place, because expanded tensors do not support that
 
 

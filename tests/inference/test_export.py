@@ -165,6 +165,45 @@ def test_inputs_by_name(tmp_path, name):
     assert done.relative_error < 1e-5
 
 
+class Returns(nn.Module):
+    def __init__(self, code):
+        super().__init__()
+        self.linear, self.norm, self.code = nn.Linear(3, 4), nn.BatchNorm1d(4), code
+
+    def forward(self, x):
+        return self.code(self.norm(self.linear(x)))
+
+
+@pytest.mark.parametrize(
+    ("code", "where"),
+    [
+        (lambda y: (y, y.shape[0]), r"output\[1\] is of type int"),
+        (lambda y: {"y": y, "scale": 0.5}, r"output\['scale'\] is of type float"),
+        (lambda y: [y.shape, y], r"output\[0\] is of type Size"),
+    ],
+)
+def test_onnx_files_return_only_tensors(tmp_path, code, where):
+    net, x = scramble_(Returns(code)).eval(), torch.randn(4, 3)
+    with pytest.raises(ValueError, match=f"the network's {where}.* or write a .pt2 file"):
+        bn.export(net, x, tmp_path / "net.onnx")
+    bn.export(net, x, tmp_path / "net.pt2")
+    found, expected = torch.export.load(tmp_path / "net.pt2").module()(x[:2]), net(x[:2])
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_output_may_be_none(tmp_path, name):
+    net = scramble_(Returns(lambda y: (y, None))).eval()
+    assert bn.export(net, torch.randn(4, 3), tmp_path / name).relative_error < 1e-5
+
+
+def test_a_file_that_cannot_be_read_is_not_written(tmp_path):
+    net = scramble_(Returns(lambda y: (y, "text"))).eval()
+    with pytest.raises(ValueError, match=r"torch cannot export this network to \.pt2"):
+        bn.export(net, torch.randn(4, 3), tmp_path / "net.pt2")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_network_that_fixes_its_batch_is_told_so(tmp_path):
     class Fixed(nn.Module):
         def __init__(self):

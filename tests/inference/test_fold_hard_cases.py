@@ -519,3 +519,28 @@ def test_a_copy_that_fails_is_an_error_with_its_reason():
     net.lock = __import__("threading").Lock()
     with pytest.raises(ValueError, match=r"cannot be copied with copy\.deepcopy"):
         bn.fold(net, torch.randn(2, 3))
+
+
+class PerDomain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norms = conv(), nn.ModuleList(nn.BatchNorm2d(3) for _ in range(5))
+
+    def forward(self, x, domain=0):
+        return self.norms[domain](self.conv(x))
+
+
+def test_a_note_names_the_batch_norms_that_the_example_does_not_reach():
+    (note,) = check(PerDomain()).report.notes
+    assert note.startswith("the example does not reach 'norms.1', 'norms.2', 'norms.3' and 1 more, so outputs")
+
+
+@pytest.mark.parametrize("examples", [1, 4])
+def test_heads_that_only_training_uses_are_not_noted(examples):
+    class WithHead(Net):
+        def forward(self, x):
+            y = self.norm(self.conv(x))
+            return (y, self.head(y.mean((2, 3)))) if self.training else y
+
+    net = WithHead(None, conv=conv(), norm=nn.BatchNorm2d(3), head=nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
+    assert check(net, image()[:examples]).report.notes == ()

@@ -1,5 +1,6 @@
 import pytest
 import torch
+import torch._dynamo
 import torch.nn.functional as F
 from torch import nn
 
@@ -211,11 +212,60 @@ def test_a_second_call_has_its_own_name():
 
 def test_evaluation_passes_are_not_steps():
     net = perceptron()
-    with Monitor(net, every=1) as monitor:
-        with torch.no_grad():
-            net(torch.rand(4, 784))
-        net.eval()(torch.rand(4, 784))
+    monitor = Monitor(net, every=1).__enter__()
+    with torch.no_grad():
+        net(torch.rand(4, 784))
+    net.eval()(torch.rand(4, 784))
+    with pytest.warns(UserWarning, match="the monitor recorded nothing"):
+        monitor.__exit__()
     assert monitor.records == []
+
+
+def compiled(function):
+    torch._dynamo.reset()
+    return torch.compile(function, backend="eager")
+
+
+def normalized():
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU())
+
+
+@pytest.mark.parametrize("probe", [False, True])
+@pytest.mark.parametrize("ran_before", [False, True])
+def test_a_compiled_network_is_recorded(ran_before, probe):
+    net, x = compiled(normalized()), torch.randn(8, 3)
+    if ran_before:
+        net(x)
+    with Monitor(net, every=2, probe=x if probe else None) as monitor:
+        for _ in range(4):
+            net(x).sum().backward()
+    assert [(r.step, *r.percentiles) for r in monitor.records] == [(0, "_orig_mod.2"), (2, "_orig_mod.2")]
+
+
+def test_a_compiled_part_is_recorded():
+    x = torch.randn(8, 3)
+    net = nn.Sequential(compiled(normalized()), nn.Linear(4, 2))
+    net(x)
+    with Monitor(net, every=1) as monitor:
+        net(x)
+    assert [list(r.percentiles) for r in monitor.records] == [["0._orig_mod.2"]]
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_a_network_inside_compiled_code_is_refused(fullgraph):
+    net, x = normalized(), torch.randn(8, 3)
+    torch._dynamo.reset()
+    fast = torch.compile(net, backend="eager", fullgraph=fullgraph)
+    with pytest.raises(RuntimeError, match=r"pass the network that torch\.compile returned"), Monitor(net, every=1):
+        fast(x)
+
+
+def test_a_monitor_says_that_compiled_code_hides_the_network():
+    net, x = normalized(), torch.randn(8, 3)
+    fast = compiled(net)
+    fast(x)
+    with pytest.warns(UserWarning, match="pass that network to Monitor"), Monitor(net, every=1):
+        fast(x)
 
 
 def test_memory_is_bounded_and_the_interval_doubles():

@@ -53,6 +53,16 @@ def test_predictions_are_those_of_evaluate_and_of_validation(run, finished, data
     assert right == pytest.approx(1 - evaluate((finished,), data=data, device="cpu", workers=0).score.top1_error)
 
 
+def test_the_default_device_is_not_used(run, files):
+    expected = run.predict(files).probabilities, run.preprocessing(files)
+    torch.set_default_device("meta")
+    try:
+        found = run.predict(files).probabilities, run.preprocessing(files)
+    finally:
+        torch.set_default_device(None)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 def test_the_input_is_that_of_validation(run, data, files):
     validation = open_images(data, "val", size=32, batch_size=12, train=False)
     ((images, _),) = validation.epoch(0)

@@ -57,7 +57,7 @@ def map_of(layer: TorchBatchNorm) -> Map:
 def weights_of(affine: Affine) -> Weights:
     """Return the weight W and the bias b of an affine layer; b is 0 if the layer has no bias."""
     outputs = affine.out_features if isinstance(affine, nn.Linear) else affine.out_channels
-    bias = torch.zeros(outputs, dtype=torch.float64) if affine.bias is None else _wide(affine.bias)
+    bias = torch.zeros(outputs, dtype=torch.float64, device="cpu") if affine.bias is None else _wide(affine.bias)
     return Weights(_wide(affine.weight), bias)
 
 

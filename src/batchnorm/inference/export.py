@@ -90,8 +90,9 @@ def export(
         FileNotFoundError: if the folder of ``path`` does not exist.
         MissingExtraError: if packages for ONNX are missing; the message names all of them.
         TypeError: if the network is wrapped in a compiled or data-parallel module; pass the network inside it.
-        ValueError: if ``path`` has another extension, if the network cannot be folded or exported, or if the file
-            computes different outputs or fails on a batch that the network accepts.
+        ValueError: if ``path`` has another extension, if the network cannot be folded or exported, if it is written as
+            ONNX but does not return only tensors, or if the file computes different outputs or fails on a batch that
+            the network accepts.
 
     >>> net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.ReLU()).eval()
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -118,6 +119,8 @@ def export(
             stacklevel=2,
         )
     folded, report = fold_with_report(net, example, tolerance)
+    if path.suffix == ".onnx":
+        _require_tensors(outputs(folded, example))
     warn_of_left(report)
     # Copy the example, because it may be a view of a data set, and torch.export saves the whole storage of its example.
     example = network_call.to_device(example, network_call.device_of(folded), copy=True)
@@ -133,6 +136,7 @@ def export(
             with torch.no_grad(), warnings.catch_warnings(), _without_import_warnings():
                 warnings.simplefilter("ignore")  # torch's exporters warn about their own internals
                 write(folded, traced, draft, dynamic_batch, dict(metadata or {}))
+                run = load(draft)
         except MissingExtraError:
             raise
         except Exception as failure:
@@ -143,7 +147,7 @@ def export(
             why = _first_line(failure)
             raise ValueError(f"torch cannot export this network to {path.suffix}{hint}: {why}") from failure
         step("running the file")
-        errors = _errors(net, load(draft), example, _other_sizes(example) if dynamic_batch else [])
+        errors = _errors(net, run, example, _other_sizes(example) if dynamic_batch else [])
         for size, error in errors.items():
             if not error <= limit:
                 branch = "; the network may depend on the batch size: export one file per size with dynamic_batch=False"
@@ -167,6 +171,16 @@ def _first_line(error: BaseException) -> str:
     while error.__cause__ is not None:
         error = error.__cause__
     return str(error).partition("\n")[0] or type(error).__name__
+
+
+def _require_tensors(output: Any) -> None:
+    """Raise ValueError if a network's output has a number, a string or another value that is not a tensor or None."""
+    for path, item in network_call.walk([("output", output)]):
+        if isinstance(item, network_call.LEAVES) and not isinstance(item, Tensor | None):
+            raise ValueError(
+                f"the network's {path} is of type {type(item).__name__}, but an ONNX file returns only tensors: export"
+                " a module that calls the network and returns only its tensors, or write a .pt2 file"
+            )
 
 
 def _errors(net: nn.Module, run: Callable[[Any], Any], example: Any, others: list[int]) -> dict[int, float]:
@@ -250,7 +264,7 @@ def _write_pt2(net: nn.Module, example: Any, path: Path, dynamic: bool, metadata
 
 
 def _load_pt2(path: Path) -> Callable[[Any], Any]:
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), torch.device("cpu"):  # torch.export.load fails if the default device is another
         warnings.filterwarnings("ignore", "The given buffer is not writable")  # torch 2.11 warns about its own code
         program = torch.export.load(path).module()
 
@@ -296,7 +310,7 @@ def _load_onnx(path: Path) -> Callable[[Any], Any]:
             else dict(zip(names, network_call.tensors_in((args, kwargs)), strict=True))
         )
         out = session.run(None, {name: given[name].detach().cpu().numpy() for name in names})
-        return [torch.as_tensor(value) for value in out]
+        return [torch.as_tensor(value, device="cpu") for value in out]
 
     return run
 

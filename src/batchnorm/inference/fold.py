@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
 from math import inf
 from typing import Any
@@ -23,7 +24,7 @@ from ..graph.trace import READS
 from ..layers import BatchNorm
 from ..layers.fusion import Fused, activations_after
 from ..layers.normalized import Normalized
-from ..network_copy import Memo, copy_with, private_copy
+from ..network_copy import Memo, copy_with, isolated, private_copy
 from ..ops import Activation
 from ..ops.activation import from_module, to_module
 from ..verify import verify
@@ -184,7 +185,17 @@ def _fold(
         f"{READS_VALUES} ({call}), so the network may take other branches for other inputs"
         for call in graph.functions(*READS)
     ]
-    notes = (*reads[:1], *_notes_on(forwards), *_notes_on_statistics(net))
+    left_out = [
+        name
+        for name, module in source.named_modules()
+        if isinstance(module, TorchBatchNorm) and module not in kept and not graph.calls_of(module)
+    ]
+    notes = (
+        *reads[:1],
+        *_notes_on(forwards),
+        *_notes_on_statistics(net),
+        *_notes_on_calls(source, left_out, example, forward),
+    )
     return result, VerbReport("fold", tuple(sites), difference, notes)
 
 
@@ -194,6 +205,35 @@ def _notes_on_statistics(net: nn.Module) -> list[str]:
         return []
     layers = "1 batch norm has" if untrained == 1 else f"{untrained} batch norms have"
     return [f"{layers} never been updated: train the network, load its weights, or call bn.estimate_ first"]
+
+
+def _notes_on_calls(
+    net: nn.Module, left_out: list[str], example: Any, forward: network_call.Forward | None
+) -> list[str]:
+    """Return a note on batch norms that the example does not reach, except those that only training uses."""
+    if left_out:
+        called = _called(net, example, forward, training=False) | _called(net, example, forward, training=True)
+        left_out = [repr(name) for name in left_out if name not in called]
+    if not left_out:
+        return []
+    more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
+    return [
+        f"the example does not reach {', '.join(left_out[:3])}{more}, so outputs for inputs that do were not checked"
+        " and may be wrong: fold the network separately for each path"
+    ]
+
+
+def _called(net: nn.Module, example: Any, forward: network_call.Forward | None, *, training: bool) -> set[str]:
+    """Return the names of the batch norms that the network calls on the example."""
+    twin, called = private_copy(net).train(training), set[str]()
+    for name, module in twin.named_modules():
+        if isinstance(module, TorchBatchNorm):
+            module.eval()  # in training mode, it would reject an example with one value per feature
+            module.register_forward_pre_hook(lambda *_, name=name: called.add(name))
+    batch = network_call.to_device(example, network_call.device_of(net), copy=True)
+    with suppress(Exception), isolated(net, twin):  # training mode may need targets, for example
+        network_call.call(twin, batch, forward)
+    return called
 
 
 def _run(net: nn.Module, example: Any, forward: network_call.Forward | None) -> Graph:

@@ -269,7 +269,7 @@ def _match_up(source: TracedCall, moves: list[TracedCall], call: TracedCall, lay
     dims = _feature_dims(source.module, len(origin))
     kept = _feature_dims(layer, len(target))
     if not moves and dims == kept:
-        return torch.arange(prod(origin[d] for d in dims))
+        return torch.arange(prod(origin[d] for d in dims), device="cpu")
     return _function_of(_feature_pairs(origin, dims, moves, target, kept), prod(origin[d] for d in dims))
 
 
@@ -280,7 +280,7 @@ def _match_down(call: TracedCall, moves: list[TracedCall], sink: TracedCall, lay
     dims = _feature_dims(layer, len(origin))
     kept = _feature_dims(sink.module, len(target))
     if not moves and dims == kept:
-        return torch.arange(prod(origin[d] for d in dims))
+        return torch.arange(prod(origin[d] for d in dims), device="cpu")
     pairs = ((after, before) for before, after in _feature_pairs(origin, dims, moves, target, kept))
     return _function_of(pairs, prod(target[d] for d in kept))
 
@@ -307,7 +307,7 @@ def _function_of(pairs: Iterator[tuple[Tensor, Tensor]], size: int) -> Tensor:
     inner, outer = next(pairs)
     if inner.shape != outer.shape:
         raise Refusal("the shapes between it and the adjacent affine layer do not match")
-    index = torch.zeros(size, dtype=torch.long)
+    index = torch.zeros(size, dtype=torch.long, device="cpu")
     index[inner.flatten()] = outer.flatten()
     if not torch.equal(index[inner], outer):
         raise Refusal("the dimension that it normalizes is not the feature dimension of the adjacent affine layer")
@@ -344,7 +344,7 @@ def _ones_around(features: Tensor) -> tuple[int, int]:
 def _numbered(shape: tuple[int, ...], dims: list[int]) -> Tensor:
     """Return a tensor in which each element is the index of the feature that it belongs to."""
     sizes = [n if d in dims else 1 for d, n in enumerate(shape)]
-    return torch.arange(prod(sizes)).reshape(sizes).expand(shape)
+    return torch.arange(prod(sizes), device="cpu").reshape(sizes).expand(shape)
 
 
 def _feature_dims(module: nn.Module, rank: int) -> list[int]:

@@ -372,7 +372,7 @@ class BatchNorm(TorchBatchNorm):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self._frozen:
-            destination[prefix + "frozen"] = torch.tensor(self._frozen, dtype=torch.uint8)
+            destination[prefix + "frozen"] = torch.tensor(self._frozen, dtype=torch.uint8, device="cpu")
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # If the checkpoint has no "frozen" entry, a frozen layer stays frozen.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -10,10 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from .. import network_call
+from ..network_copy import unwrapped
+from ..ops.torch_state import is_compiled
 from .records import Percentiles, Record, percentiles_of
 from .shift import gradient_change
 from .sinks import Memory, Sink
 from .taps import Taps, nonlinearities, probing
+
+_COMPILED = (
+    "the monitored network runs in compiled code, which would ignore the monitor's hooks: pass the network that"
+    " torch.compile returned to Monitor (use net = torch.compile(net) instead of net.compile()). If you compile a"
+    " larger function, use the monitor without a with statement, and call monitor.record(step, batch) outside that"
+    " function"
+)
 
 
 class Monitor:
@@ -21,7 +31,9 @@ class Monitor:
 
     Inside a ``with`` block, the monitor counts the calls ``net(...)`` in training mode with gradients enabled, starting
     at 0, and records those whose number is a multiple of ``every``. It does not see calls of ``net.forward`` or of
-    single layers. If your training loop uses them, call :meth:`record` at each step that you want to record.
+    single layers. If your training loop uses them, call :meth:`record` at each step that you want to record. If ``net``
+    is compiled, pass the network that ``torch.compile`` returned; passes that are recorded run without compilation.
+    In a distributed run, ranks may have no monitor, or different ones.
 
     Args:
         net: any network. Nonlinearities are found if they are modules or fused into this library's batch normalization.
@@ -33,8 +45,8 @@ class Monitor:
             ``every`` doubles, so memory is bounded for a run of any length.
         points: the maximum number of records in memory, separately for percentiles and for gradient changes.
         probe: a batch to run for each record, instead of recording the training batch. The probe runs as in training,
-            normalized by its own statistics, but without dropout. Running it changes neither the network's buffers nor
-            the state of random number generators.
+            normalized by its own statistics (also in layers with ``Sync``), but without dropout. Running it changes
+            neither the network's buffers nor the state of random number generators.
         unit_dim: the dimension that holds a layer's units, or a mapping from layer names to dimensions. Layers that are
             not in the mapping use dimension 1.
         sinks: objects that also receive the records, e.g. :class:`batchnorm.monitor.JSONLines`. The monitor closes
@@ -43,6 +55,10 @@ class Monitor:
     Raises:
         ValueError: if a layer is not in the network, if ``layers`` is None and no layer is found, or if ``every``,
             ``percentiles`` or ``points`` is invalid.
+        RuntimeError: in the first training pass, if the network runs inside compiled code, which ignores hooks.
+
+    Warns:
+        UserWarning: at the end of the ``with`` block, if there was nothing to record.
 
     >>> net = nn.Sequential(nn.Linear(4, 3), nn.Sigmoid(), nn.Linear(3, 1))
     >>> with Monitor(net, every=2) as monitor:
@@ -109,6 +125,13 @@ class Monitor:
             hooks.close()
         for sink in self.sinks:
             sink.close()
+        if not (any(exc) or self.step or self.records or self.gradient_changes):
+            warnings.warn(
+                "the monitor recorded nothing, because the network was not called in training mode with gradients"
+                " enabled. If your loop calls the network that torch.compile returned, pass that network to Monitor. If"
+                " your loop calls another compiled function, or net.forward, call monitor.record(step, batch)",
+                stacklevel=2,
+            )
 
     def record(self, step: int, batch: Any = None) -> Record:
         """Run ``batch``, or the probe, without side effects; store and return the record.
@@ -122,7 +145,8 @@ class Monitor:
         busy, self._busy = self._busy, True
         try:
             with probing(self.net), self._reading(seen):
-                network_call.call(self.net, batch)
+                # Call the network inside any wrapper, because DistributedDataParallel would wait for the other ranks.
+                network_call.call(unwrapped(self.net)[1], batch)
         finally:
             self._busy = busy
         return self._keep(Record(step, seen))
@@ -142,12 +166,16 @@ class Monitor:
     def _before(self, net: nn.Module, args: tuple[Any, ...]) -> None:
         if self._busy or not (net.training and torch.is_grad_enabled()):
             return
+        if is_compiled():
+            raise RuntimeError(_COMPILED)
         self._end.close()
+        self._taps.close()
         if self.step % self.every == 0:
             if self.probe is not None:
                 self.record(self.step)
             else:
                 self._seen = {}
+                self._taps.enter_context(network_call.eagerly())
                 # Attach the hooks for this pass only, because permanent hooks would slow down all other steps.
                 self._taps.enter_context(self._reading(self._seen))
                 # Remove `_after` only before the next pass, because torch iterates over the hooks while `_after` runs.

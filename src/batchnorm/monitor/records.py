@@ -63,7 +63,7 @@ def percentiles_of(
         values = values.reshape(-1, 1)
     table = values.movedim(unit_dim, 0).flatten(1)
     if table.numel() == 0:
-        return torch.full((len(percentiles), len(table)), torch.nan)
+        return table.new_full((len(percentiles), len(table)), torch.nan, dtype=torch.float32)
     # Choose values at even spacing, not at random: a monitor must not change the random numbers that training draws.
     table = table[:: -(-len(table) // units), :: -(-table.shape[1] // samples)].float().contiguous()
     position = [q / 100 * (table.shape[1] - 1) for q in percentiles]

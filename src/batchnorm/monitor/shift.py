@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase as TorchNorm
 
 from .. import network_call
+from ..network_copy import unwrapped
 from .records import Change, Record
+from .taps import unsynchronized
 
 
 def drift(records: Sequence[Record], layer: str, of: Literal["z", "x"] = "z") -> Tensor:
@@ -81,6 +83,7 @@ def gradient_change(net: nn.Module, loss: Callable[[Any, Any], Tensor], batch: A
 
     Paper: Sec. 2, internal covariate shift
     """
+    prefix, inner = unwrapped(net)
     groups = _layers(net)
     parameters = {name: p for name, p in net.named_parameters() if p.requires_grad}
 
@@ -90,8 +93,14 @@ def gradient_change(net: nn.Module, loss: Callable[[Any, Any], Tensor], batch: A
         # after each call, so that every call draws the same numbers.
         buffers = {name: b.clone() for name, b in net.named_buffers()}
         devices = {p.device.index for p in parameters.values() if p.device.type == "cuda"}
-        with torch.enable_grad(), torch.random.fork_rng([d for d in devices if d is not None]):
-            output = torch.func.functional_call(net, {**leaves, **buffers}, *network_call.arguments(batch))
+        with (
+            torch.enable_grad(),
+            network_call.eagerly(),
+            torch.random.fork_rng([d for d in devices if d is not None]),
+            unsynchronized(inner.modules()),
+        ):
+            tensors = {name.removeprefix(prefix): v for name, v in (*leaves.items(), *buffers.items())}
+            output = torch.func.functional_call(inner, tensors, *network_call.arguments(batch))
             grads = torch.autograd.grad(loss(output, batch), [leaves[name] for name in of])
         return dict(zip(of, grads, strict=True))
 

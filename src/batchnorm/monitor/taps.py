@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase as TorchNorm
 
+from .. import collectives, network_call, ops
+from ..layers import Sync
 from ..layers.batch_norm import BatchNorm
-from ..ops import Activation
+from ..ops import Activation, Moments, Running
 
 Seen = Callable[[str, Tensor, Tensor], None]
 
@@ -41,9 +44,11 @@ def _fuses(module: nn.Module) -> bool:
 class Taps:
     """A context manager that calls ``seen(name, z, x)`` each time one of the chosen layers is called.
 
-    For a nonlinearity, z is its input. For a batch normalization, z is its output before any fused nonlinearity; the
-    layer runs a second time to compute this output. If z is the output of a batch normalization, x is the input of that
-    layer; if not, x is z. A layer's second call in one pass is reported as ``name#2``.
+    For a nonlinearity, z is its input. For a batch normalization, z is its output before any fused nonlinearity; if
+    there is one, the layer runs a second time to compute this output. If z is the output of a batch normalization, x is
+    the input of that layer; if not, x is z. A layer's second call in one pass is reported as ``name#2``.
+
+    No layer communicates with other ranks more often than without this context manager.
     """
 
     def __init__(self, net: nn.Module, names: Iterable[str], seen: Seen) -> None:
@@ -55,7 +60,10 @@ class Taps:
     def __enter__(self) -> Taps:
         for name in self.names:
             module = self.net.get_submodule(name)
-            hook = self._normalization if isinstance(module, TorchNorm) else self._nonlinearity
+            if isinstance(module, TorchNorm) and not _fuses(module):
+                self._attach(module.register_forward_hook(partial(self._plain, name), with_kwargs=True))
+                continue
+            hook = self._fused if isinstance(module, TorchNorm) else self._nonlinearity
             self._attach(module.register_forward_pre_hook(partial(hook, name), with_kwargs=True))
         for module in self.net.modules():
             if isinstance(module, TorchNorm) and not _fuses(module):
@@ -80,10 +88,30 @@ class Taps:
         x = next((x for y, x in self._normalized if y is z), z)
         self._report(name, z, x)
 
-    def _normalization(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        with torch.no_grad(), borrowed_buffers([module]), _without_activation(module):
+    def _plain(
+        self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor
+    ) -> None:
+        self._report(name, output, _input(args, kwargs))
+
+    def _fused(self, name: str, module: BatchNorm, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        statistics, x = module.statistics, _input(args, kwargs)
+        if (
+            isinstance(statistics, Sync)
+            and module.uses_batch_statistics
+            and collectives.world_size(statistics.group) > 1
+        ):
+            # A second call would wait for the other ranks, which may have no monitor.
+            module.statistics = _Shown(statistics.group, lambda z: self._report(name, z, x))
+
+            def restore(module: BatchNorm, *_: object) -> None:
+                module.statistics = statistics
+                handle.remove()
+
+            handle = module.register_forward_hook(restore, always_call=True)
+            return
+        with torch.no_grad(), borrowed_buffers([module]), _with(module, activation=Activation()):
             z = module.forward(*args, **kwargs)
-        self._report(name, z, _input(args, kwargs))
+        self._report(name, z, x)
 
     def _report(self, name: str, z: Tensor, x: Tensor) -> None:
         self._calls[name] = call = self._calls.get(name, 0) + 1
@@ -95,17 +123,46 @@ def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return args[0] if args else kwargs.get("input", next(iter(kwargs.values()), None))
 
 
+@dataclass(frozen=True)
+class _Shown(Sync):
+    """Do the same as ``Sync``, and also call ``show`` with the output before the activation."""
+
+    show: Callable[[Tensor], None] = lambda z: None
+
+    def batch_norm(
+        self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float, running: Running | None, **options: Any
+    ) -> tuple[Tensor, Moments]:
+        """Normalize by the moments of all ranks' samples."""
+        y, moments = super().batch_norm(x, gamma, beta, eps, running, **options)
+        with torch.no_grad():
+            plain = {**options, "activation": Activation()}
+            self.show(ops.normalize(x, moments.mean, moments.var, gamma, beta, eps, **plain))
+        return y, moments
+
+
 @contextmanager
-def _without_activation(module: nn.Module) -> Iterator[None]:
-    if not _fuses(module):
-        yield
-        return
-    kept = module.activation
-    module.activation = Activation()  # type: ignore[assignment]
+def _with(module: nn.Module, **attributes: Any) -> Iterator[None]:
+    """Inside the block, give a module other values of plain attributes; they may be new ones."""
+    kept = {name: vars(module)[name] for name in attributes if name in vars(module)}
+    vars(module).update(attributes)
     try:
         yield
     finally:
-        module.activation = kept
+        for name in attributes:
+            del vars(module)[name]
+        vars(module).update(kept)
+
+
+@contextmanager
+def unsynchronized(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside the block, synchronized layers normalize by this rank's batch, so other ranks need not take part."""
+    with ExitStack() as stack:
+        for module in modules:
+            if isinstance(getattr(module, "statistics", None), Sync):
+                stack.enter_context(_with(module, statistics=None))
+            if type(module) is nn.SyncBatchNorm:
+                stack.enter_context(_with(module, forward=partial(nn.BatchNorm1d.forward, module)))
+        yield
 
 
 @contextmanager
@@ -128,12 +185,18 @@ def probing(net: nn.Module) -> Iterator[None]:
     """Inside the block, run the network without side effects, but with batch statistics if it is in training mode.
 
     Batch and instance normalizations keep their mode; everything else, such as dropout, runs in evaluation mode.
-    Buffers, random number generators and modes are restored at the end.
+    Buffers, random number generators and modes are restored at the end. Other ranks need not take part.
     """
     modules = list(net.modules())
     modes = [m.training for m in modules]
     devices = {p.device.index for p in net.parameters() if p.device.type == "cuda"}
-    with torch.no_grad(), torch.random.fork_rng([d for d in devices if d is not None]), borrowed_buffers(modules):
+    with (
+        torch.no_grad(),
+        network_call.eagerly(),
+        torch.random.fork_rng([d for d in devices if d is not None]),
+        borrowed_buffers(modules),
+        unsynchronized(modules),
+    ):
         try:
             for m in modules:
                 m.training = m.training and isinstance(m, TorchNorm)

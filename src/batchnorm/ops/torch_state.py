@@ -7,6 +7,12 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 
+def is_compiled() -> bool:
+    """Return whether torch.compile compiles this code or, after a graph break, called it from compiled code."""
+    callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
+    return torch.compiler.is_compiling() or callback() not in (None, False)
+
+
 def is_recomputation() -> bool:
     """Return whether this forward pass runs inside a backward pass, as under activation checkpointing."""
     return torch._C._current_graph_task_id() != -1

@@ -243,7 +243,7 @@ def _has_room(layer: nn.Module, graphs: list[Graph]) -> bool:
 
 def _ours(layer: TorchBatchNorm, kind: type[BatchNorm], activation: Activation, memo: Memo) -> nn.Module:
     plain = BatchNorm2d if issubclass(kind, NormAct) else kind
-    new = plain(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
+    new = plain(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats, device="cpu")
     new.__class__ = kind
     own, skipped = {key: vars(new)[key] for key in OWN}, new.num_batches_skipped
     move_state(layer, new, memo)

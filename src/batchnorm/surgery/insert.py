@@ -190,7 +190,7 @@ def _set_from(place: Place, norm: BatchNorm, accumulator: MomentAccumulator) -> 
             f"layer '{place.path}' gets no data from the batches: pass batches that reach it, or exclude it with where="
         )
     assert norm.running_mean is not None and norm.running_var is not None  # noqa: PT018
-    bias = torch.zeros(1) if place.bias is None else place.bias.detach().cpu().double()
+    bias = torch.zeros(1, device="cpu") if place.bias is None else place.bias.detach().cpu().double()
     with torch.no_grad():
         norm.running_mean.copy_(moments.mean - bias.reshape(-1, *[1] * (moments.mean.dim() - 1)))
         norm.running_var.copy_(moments.var + moments.mean_spread)

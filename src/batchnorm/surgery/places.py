@@ -215,7 +215,7 @@ def _dims_after(call: TracedCall, value: Value, dim: int | None) -> list[int | N
         return unknown
     # Replay the call on a tensor in which each element is the index of its feature. If the result varies along only one
     # dimension, that dimension holds the features.
-    index = torch.arange(float(value.shape[dim])).reshape(-1, *[1] * (len(value.shape) - 1 - dim))
+    index = torch.arange(float(value.shape[dim]), device="cpu").reshape(-1, *[1] * (len(value.shape) - 1 - dim))
     result = call.replay(index.expand(value.shape).contiguous())
     outputs = [result] if isinstance(result, Tensor) else list(result)
     return [_only_varying_dim(output) for output in outputs] if len(outputs) == len(unknown) else unknown

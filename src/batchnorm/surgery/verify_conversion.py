@@ -97,7 +97,8 @@ def _gradients(net: nn.Module, example: Any, forward: Forward | None, training: 
     with torch.no_grad():
         generator = torch.Generator().manual_seed(0)
         for p in twin.parameters() if change else ():
-            p.mul_(1 + change * torch.randn(p.shape, generator=generator, dtype=p.dtype).to(p.device))
+            noise = torch.randn(p.shape, generator=generator, dtype=p.dtype, device="cpu")
+            p.mul_(1 + change * noise.to(p.device))
     batch = network_call.to_device(example, network_call.device_of(net), copy=True, dtype=torch.float64)
     with isolated(net, twin), torch.enable_grad():
         found = [t for t in network_call.tensors_in(network_call.call(twin, batch, forward)) if t.requires_grad]

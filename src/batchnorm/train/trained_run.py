@@ -67,12 +67,14 @@ class Preprocessing:
 
     def __call__(self, images: AnImage | Sequence[AnImage]) -> Tensor:
         """Return the images as a normalized float32 batch; see :meth:`crops`."""
-        normalized: Tensor = Normalize(self.mean, self.std)(self.crops(images))
+        with torch.device("cpu"):
+            normalize = Normalize(self.mean, self.std)
+        normalized: Tensor = normalize(self.crops(images))
         return normalized
 
     def _crops(self, images: list[AnImage], first: int = 0) -> Tensor:
         """Return the images' center squares; error messages count the images from ``first``."""
-        out = torch.empty(len(images), self.size, self.size, 3, dtype=torch.uint8)
+        out = torch.empty(len(images), self.size, self.size, 3, dtype=torch.uint8, device="cpu")
         for position, (image, crop) in enumerate(zip(images, out, strict=True), first):
             self._crop(image, position, crop)
         return out.movedim(-1, 1)
@@ -154,8 +156,9 @@ class TrainedRun:
         at_least(1, batch_size=batch_size)
         given = _as_list(images)
         device = next(self.network.parameters()).device
-        mean = MeanProbabilities(self.network, Crops(self.recipe.size), batch_size).to(device)
-        parts = [torch.empty(0, len(self.classes))]
+        with torch.device("cpu"):
+            mean = MeanProbabilities(self.network, Crops(self.recipe.size), batch_size).to(device)
+            parts = [torch.empty(0, len(self.classes))]
         with evaluating(self.network):
             for start in progress(range(0, len(given), batch_size), f"batches of {batch_size} images"):
                 crops = self.preprocessing._crops(given[start : start + batch_size], start)

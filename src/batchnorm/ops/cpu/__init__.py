@@ -98,7 +98,7 @@ def _run(call: Call) -> tuple[Tensor, Moments]:
     rest = (eps, activation, layout)
     y, mean, var = BatchNormFunction.apply(x, gamma, beta, residual, *rest)  # type: ignore[no-untyped-call]
     remember(y, lambda *v: BatchNormFunction.apply(*v, *rest)[0], x, gamma, beta, residual)  # type: ignore[no-untyped-call]
-    return y, Moments(torch.full((), x.numel() // x.shape[1], dtype=statistics_dtype(x)), mean, var)
+    return y, Moments(x.new_full((), x.numel() // x.shape[1], dtype=statistics_dtype(x)), mean, var)
 
 
 def _again(eps: float, activation: Activation) -> Callable[..., Tensor]:

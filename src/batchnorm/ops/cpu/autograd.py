@@ -211,7 +211,7 @@ def _again_by_kernel(eps: float, form: KernelForm) -> Callable[..., Tensor]:
 def _again(eps: float, activate: Callable[[Tensor], Tensor] | None) -> Callable[..., Tensor]:
     def again(x: Tensor, gamma: Tensor | None, beta: Tensor | None) -> Tensor:
         # Pass float32 averages: without averages, torch's kernel would round the statistics to the dtype of x.
-        mean, var = torch.zeros(2, x.shape[1], dtype=_f32).unbind()
+        mean, var = x.new_zeros(2, x.shape[1], dtype=_f32).unbind()
         y, _, _ = torch.native_batch_norm(flatten(x, x), gamma, beta, mean, var, True, 0.0, eps)
         return unflatten(y if activate is None else activate(y), x)
 

@@ -75,7 +75,7 @@ def run(call: Call, constant_moments: bool) -> tuple[Tensor, Moments] | None:
     # The kernel returns 1/sqrt(var + eps), from which a variance much smaller than eps cannot be recovered. But the
     # kernel also updates a running variance. If the running variance starts at 0 and the momentum is (m-1)/m, the
     # result is the biased variance of the batch.
-    var, unused = torch.zeros(channels, dtype=dtype), torch.zeros(channels, dtype=dtype)
+    var, unused = x.new_zeros(channels, dtype=dtype), x.new_zeros(channels, dtype=dtype)
     y, mean, invstd = torch.native_batch_norm(flatten(x, x), gamma, beta, unused, var, True, (m - 1) / m, eps)
     ratio = mean * invstd  # not with NumPy, which would warn about NaN
     if not ratio.dot(ratio).item() <= CONDITION**2:  # not `>`, because NaN must also return None
@@ -85,7 +85,7 @@ def run(call: Call, constant_moments: bool) -> tuple[Tensor, Moments] | None:
     y = unflatten(y.relu_() if activation.name == "relu" else activation(y), x)
     if x.requires_grad and not constant_moments and torch.is_grad_enabled():
         mean, var = _DifferentiableMoments.apply(x, mean, var)  # type: ignore[no-untyped-call]
-    return y, Moments(torch.full((), m, dtype=dtype), mean, var)
+    return y, Moments(x.new_full((), m, dtype=dtype), mean, var)
 
 
 class _DifferentiableMoments(torch.autograd.Function):
