@@ -17,7 +17,7 @@ from ..jobs import Stopped
 from ..models import describe as describe_network
 from ..models.bn_inception.network import early_strides_note
 from ..models.description import claims
-from ..network_factory import check_file
+from ..network_factory import check_function
 from ..optional_packages import check_installed
 from .distributed import find_device
 from .loop import train as train_recipe
@@ -133,9 +133,13 @@ def check_before_training(recipe: Recipe, options: Options) -> tuple[int, str | 
         raise ValueError("--graph True captures CUDA graphs, but this run is on the CPU: remove that option")
     if options.tensorboard:
         check_installed("tensorboard")
-    if recipe.factory:  # check the name first, because listing the images may take long
-        check_file(recipe.factory)
-    sources = {split: open_source(options.data, split) for split in training_splits(options.data, recipe.validate)}
+    # Listing the images may take long, so first check everything else.
+    splits = training_splits(options.data, recipe.validate)
+    if recipe.start and not Path(recipe.start).expanduser().exists():
+        raise FileNotFoundError(f"--from {recipe.start}: there is no such run or file")
+    if recipe.factory:
+        check_function(recipe.factory)
+    sources = {split: open_source(options.data, split) for split in splits}
     for split, source in sources.items():
         check_complete(source, options.data, split)
     images = next(iter(sources.values()))
