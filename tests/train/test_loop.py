@@ -251,7 +251,7 @@ def test_a_run_does_not_go_on_with_other_data(data, tmp_path):
     next(path for path in sorted(other.joinpath("train").rglob("*")) if path.is_file()).unlink()
     with pytest.raises(
         ValueError,
-        match=r"the run in .* and this command use different data \(train 30 and 29, .*\); keep them in sep",
+        match=r"the run in .* and this command use different data \(train 30 and 29, .*\); keep their results in sep",
     ):
         train_small(other, run, small(epochs=2))
     assert train_small(data, run, small(epochs=2)).steps > 0
