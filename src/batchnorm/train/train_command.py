@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import fields, make_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional, get_args, get_origin, get_type_hints
@@ -122,7 +123,8 @@ def train(
         folder, trust = options.folder(chosen), " --trust" if chosen.needs_trust else ""
         print(_summary(result, folder))
         if not result.diverged:
-            print(f"next: batchnorm predict {folder} IMAGE...{trust}\n      batchnorm fold {folder} -o net.onnx{trust}")
+            run = shlex.quote(str(folder))
+            print(f"next: batchnorm predict {run} IMAGE...{trust}\n      batchnorm fold {run} -o net.onnx{trust}")
     if result.diverged:
         raise SystemExit(1)
 
