@@ -14,6 +14,7 @@ from rich.table import Table
 from ..arguments import OmitArgPrefixes, Suppress, arg
 from ..data.image_sources import check_complete, open_source, small_images_note, training_splits
 from ..errors import between
+from ..evaluate.accuracy import TOP5_CLASSES
 from ..jobs import Stopped
 from ..models import describe as describe_network
 from ..models.bn_inception.network import early_strides_note
@@ -219,13 +220,14 @@ def _summary(result: Result, out: Path) -> str:
     if result.diverged:
         return f"{result.recipe}: diverged by step {result.steps:,}; see {out / 'metrics.jsonl'}"
     assert result.top1 is not None
-    assert result.top5 is not None
     folded, by = {
         "population": (" (folded, population statistics)", " with running averages"),
         "frozen": (" (folded, frozen statistics)", " with frozen statistics"),
         "none": ("", ""),
     }[result.statistics]
-    accuracies = f"top-1 {result.top1:.2%}, top-5 {result.top5:.2%}"
+    accuracies = f"top-1 {result.top1:.2%}"
+    if result.top5 is not None and result.classes >= TOP5_CLASSES:
+        accuracies += f", top-5 {result.top5:.2%}"
     lines = [f"{result.recipe}: {accuracies} after {result.steps:,} steps{folded}"]
     if result.best_top1 is not None:
         lines.append(f"best top-1{by}: {result.best_top1:.2%} at step {result.best_step:,}")
