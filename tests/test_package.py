@@ -32,6 +32,7 @@ LAYERS = [
         "arguments",
         "change_report",
         "errors",
+        "interrupts",
         "network_call",
         "network_factory",
         "optional_packages",
