@@ -1,5 +1,7 @@
 import json
 import re
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -7,9 +9,9 @@ import torch
 from batchnorm.cli import main
 from batchnorm.monitor import Percentiles, Record
 from batchnorm.monitor.sinks import as_json
-from batchnorm.report.figure1 import paper_versus_here, steps_to
+from batchnorm.report.figure1 import _figure1, paper_versus_here, steps_to
 from batchnorm.report.page import Report, render, report
-from batchnorm.report.runs import read_runs
+from batchnorm.report.runs import Run, read_runs
 
 
 def test_the_baseline_comes_first(folder):
@@ -47,6 +49,50 @@ def test_a_run_of_train_is_read_whole(tmp_path):
     assert run.layers == ["relu"]
     assert run.line() == f"{tmp_path.name}: step 8, accuracy 50.00% (running), accuracy 60.00% (folded)"
     assert "width" in render([run])
+
+
+@pytest.fixture
+def plt():
+    pytest.importorskip("matplotlib").use("agg")
+    from matplotlib import pyplot
+
+    yield pyplot
+    pyplot.close("all")
+
+
+def made_up(batch_norm, ends, steps):
+    """Return a run with these percentiles at its end, and with an accuracy of 96%."""
+    table = Percentiles(z := torch.tensor(ends)[:, None], z)
+    records = [Record(step, {"sigmoid3": table}) for step in (0, steps)]
+    return Run("made up", {"batch_norm": batch_norm}, {}, {"accuracy": [(0, 0.1), (steps, 0.96)]}, records, [])
+
+
+def test_the_picture_of_a_short_run_shows_all_curves_and_readable_labels(folder, plt):
+    plain, normalized = read_runs([folder])
+    figure = _figure1({False: plain, True: normalized}, plt)
+    figure.canvas.draw()
+    accuracy, *bands = figure.axes
+    assert accuracy.get_ylim() == (0, 1), "the network without BN does not reach 70%"
+    for axis in figure.axes:
+        assert not any("K" in tick.get_text() or "." in tick.get_text() for tick in axis.get_xticklabels())
+        boxes = sorted((text.get_window_extent() for text in axis.texts), key=lambda box: box.y0)
+        assert all(above.y0 > below.y0 + 0.7 * below.height for below, above in pairwise(boxes))
+    assert [len(axis.texts) for axis in bands] == [3, 3]
+
+
+def test_the_picture_of_a_run_with_one_record_has_points(plt):
+    run = made_up(False, [-1.0, 0.0, 1.0], 1)
+    figure = _figure1({False: replace(run, percentiles=run.percentiles[:1]), True: None}, plt)
+    assert figure.axes[1].get_xlim() == (0, 1)
+    assert {line.get_marker() for line in figure.axes[1].lines} == {"o"}
+
+
+def test_the_picture_of_a_long_run_starts_at_70_percent(plt):
+    figure = _figure1({kind: made_up(kind, [-1.0, 0.0, 1.0], 50_000) for kind in (False, True)}, plt)
+    figure.canvas.draw()
+    assert figure.axes[0].get_ylim() == (0.7, 1)
+    assert figure.axes[0].get_xticklabels()[1].get_text().endswith("0K")
+    assert {text.xyann for axis in figure.axes[1:] for text in axis.texts} == {(3, -2)}
 
 
 def test_a_folder_without_a_run_is_an_error(tmp_path):
