@@ -21,11 +21,12 @@ from ..models.bn_inception.network import early_strides_note
 from ..models.description import claims
 from ..network_factory import check_function
 from ..optional_packages import check_installed
+from ..report.train_runs import PAPERS_FIELDS, STATISTICS
 from .distributed import find_device
 from .loop import train as train_recipe
 from .metrics import Result
 from .options import Options
-from .recipe import PAPERS_FIELDS, RECIPES, Recipe
+from .recipe import RECIPES, Recipe
 
 RecipeName = Literal[
     "inception", "bn-baseline", "bn-x5", "bn-x30", "bn-x5-sigmoid", "inception-x5", "inception-sigmoid",
@@ -220,11 +221,7 @@ def _summary(result: Result, out: Path) -> str:
     if result.diverged:
         return f"{result.recipe}: diverged by step {result.steps:,}; see {out / 'metrics.jsonl'}"
     assert result.top1 is not None
-    folded, by = {
-        "population": (" (folded, population statistics)", " with running averages"),
-        "frozen": (" (folded, frozen statistics)", " with frozen statistics"),
-        "none": ("", ""),
-    }[result.statistics]
+    by, folded = (f" {how}" if how else "" for how in STATISTICS[result.statistics])
     accuracies = f"top-1 {result.top1:.2%}"
     if result.top5 is not None and result.classes >= TOP5_CLASSES:
         accuracies += f", top-5 {result.top5:.2%}"
