@@ -32,6 +32,7 @@ LAYERS = [
         "arguments",
         "change_report",
         "errors",
+        "interrupts",
         "network_call",
         "network_factory",
         "optional_packages",
@@ -119,12 +120,27 @@ def test_command_line_lists_its_commands():
     assert "bench cpu" in out.stdout
     wrong = subprocess.run([sys.executable, "-m", "batchnorm.cli", "nonsense"], capture_output=True, text=True)
     assert wrong.returncode == 2
-    assert wrong.stderr.endswith("there is no command 'nonsense'\n")
+    assert wrong.stderr.startswith("batchnorm: there is no command 'nonsense'; ")
 
 
-def test_a_mistyped_command_is_recognized(capsys):
-    assert main(["tarin"]) == 2
-    assert capsys.readouterr().err.endswith("there is no command 'tarin'; perhaps you meant 'train'\n")
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("tarin", "'tarin'; did you mean 'train'?"),
+        ("trian runs/mine --data images", "'trian'; did you mean 'train'?"),
+        (
+            "reproduce fig9",
+            "'reproduce fig9'; did you mean 'reproduce fig1' or 'reproduce fig2' or 'reproduce fig4'?",
+        ),
+        ("reprodcue fig1 --steps 5", "'reprodcue fig1'; did you mean 'reproduce fig1'?"),
+        ("reprodcue", "'reprodcue'; did you mean 'reproduce'?"),
+        ("bench nonsense", "'bench nonsense'; 'batchnorm bench' lists its commands"),
+        ("nonsense bench", "'nonsense'; 'batchnorm' lists all commands"),
+    ],
+)
+def test_a_mistyped_command_gets_one_line(words, says, capsys):
+    assert main(words.split()) == 2
+    assert capsys.readouterr() == ("", f"batchnorm: there is no command {says}\n")
 
 
 def test_what_the_system_refuses_is_one_sentence(tmp_path, capsys):

@@ -19,7 +19,10 @@ def test_short_passes_show_nothing(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize(("items", "shown"), [([1, 2, 3], "pass: 2 of 3\n"), ((n for n in (1, 2, 3)), "pass: 2\n")])
+@pytest.mark.parametrize(
+    ("items", "shown"),
+    [([1, 2, 3], "pass: 2 of 3\npass: 3 of 3\n"), ((n for n in (1, 2, 3)), "pass: 2\npass: 3\n")],
+)
 def test_long_passes_print_lines_where_there_is_no_terminal(monkeypatch, capsys, items, shown):
     monkeypatch.setattr(module, "PATIENCE", -1.0)
     assert list(progress(items, "pass")) == [1, 2, 3]
@@ -59,7 +62,26 @@ def test_short_calls_show_no_steps(capfd):
 def test_long_calls_print_their_step_where_there_is_no_terminal(monkeypatch, capsys):
     monkeypatch.setattr(module, "PATIENCE", -1.0)
     take("one", "two")
-    assert capsys.readouterr() == ("", "verb: 0 of 2, one\n")  # the next line is due after LINE_EVERY seconds
+    assert capsys.readouterr() == ("", "verb: 0 of 2, one\nverb: 2 of 2\n")  # the second step came too early for a line
+
+
+def test_the_last_line_is_the_complete_one_even_if_a_call_takes_fewer_steps(monkeypatch, capsys):
+    monkeypatch.setattr(module, "PATIENCE", -1.0)
+    take("one")
+    assert capsys.readouterr().err == "verb: 0 of 2, one\nverb: 1 of 1\n"
+
+
+def test_a_call_that_fails_is_not_shown_as_complete(monkeypatch, capsys):
+    monkeypatch.setattr(module, "PATIENCE", -1.0)
+
+    def fail():
+        with Steps("verb", total=2) as step:
+            step("one")
+            raise OSError("disk")
+
+    with pytest.raises(OSError, match="disk"):
+        fail()
+    assert capsys.readouterr().err == "verb: 0 of 2, one\n"
 
 
 def test_long_calls_have_a_bar_on_a_terminal_even_if_they_take_more_steps(monkeypatch, capsys):
@@ -88,7 +110,7 @@ def test_a_bar_of_the_caller_is_no_error(monkeypatch, capsys):
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     monkeypatch.setattr(module, "_rich_bars", lambda transient: SimpleNamespace(start=start))
     assert list(progress([1, 2, 3], "pass")) == [1, 2, 3]
-    assert capsys.readouterr() == ("", "pass: 2 of 3\n")
+    assert capsys.readouterr() == ("", "pass: 2 of 3\npass: 3 of 3\n")
 
 
 def test_hidden_steps_show_nothing(monkeypatch, capfd):

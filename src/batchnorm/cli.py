@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, get_type_hints
 from . import __version__
 from .arguments import call_with
 from .errors import JobsFailedError, sentence
+from .interrupts import raise_keyboard_interrupt
 from .network_factory import UserCodeError
 from .optional_packages import MissingExtraError, check_installed
 
@@ -226,6 +227,7 @@ def main(arguments: list[str] | None = None) -> int:
     The status is 0 on success, 1 if a part of the work failed or the output was closed, 2 for wrong usage or another
     error that the user can fix, and 130 if the command was stopped, for example with Ctrl-C.
     """
+    raise_keyboard_interrupt()
     try:
         status = _run(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()
@@ -305,20 +307,37 @@ def _description(given: object) -> str:
 def _usage(words: list[str]) -> int:
     prefix = [w for w in words if not w.startswith("-")]
     found = {word: command for word, command in COMMANDS.items() if word.split()[: len(prefix)] == prefix}
-    unknown, shown = not found, found or COMMANDS
-    asked = not unknown and (not words or {"-h", "--help"} & set(words))
+    if not found:
+        print(f"batchnorm: there is no command {_unknown(*prefix[:2])}", file=sys.stderr)
+        return 2
+    asked = not words or {"-h", "--help"} & set(words)
     stream = sys.stdout if asked else sys.stderr
     print("usage: batchnorm COMMAND [OPTIONS]; batchnorm COMMAND --help explains a command\n", file=stream)
-    width = max(map(len, shown))
-    for word, command in shown.items():
+    width = max(map(len, found))
+    for word, command in found.items():
         print(f"  {word:<{width}}  {command.does}", file=stream)
-    if unknown:
-        given = " ".join(prefix[:2])
-        near = get_close_matches(given, COMMANDS, n=1)
-        meant = f"; perhaps you meant '{near[0]}'" if near else ""
-        meant = "; 'reproduce fig2' makes Figure 3" if given == "reproduce fig3" else meant
-        print(f"\nbatchnorm: there is no command '{given}'{meant}", file=stream)
     return 0 if asked else 2
+
+
+def _unknown(word: str, second: str = "") -> str:
+    """Return the unknown command that was typed, and the commands that it resembles.
+
+    >>> print(_unknown("trian", "runs/mine"))
+    'trian'; did you mean 'train'?
+    """
+    groups: dict[str, list[str]] = {}
+    for command in COMMANDS:
+        group, _, member = command.partition(" ")
+        groups.setdefault(group, []).append(member)
+    (group,) = get_close_matches(word, groups, n=1) or [""]
+    if (word, second) == ("reproduce", "fig3"):
+        return "'reproduce fig3'; 'reproduce fig2' makes Figure 3"
+    if not group or group in COMMANDS or not second:
+        return f"'{word}'; " + (f"did you mean '{group}'?" if group else "'batchnorm' lists all commands")
+    members = [second] if second in groups[group] else sorted(get_close_matches(second, groups[group]))
+    near = " or ".join(f"'{group} {member}'" for member in members)
+    meant = f"did you mean {near}?" if near else f"'batchnorm {group}' lists its commands"
+    return f"'{word} {second}'; {meant}"
 
 
 if __name__ == "__main__":

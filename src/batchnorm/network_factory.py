@@ -42,35 +42,29 @@ def make_network(name: str, classes: int | None = None) -> tuple[nn.Module, Any]
     >>> make_network("torch.nn:Identity")
     (Identity(), None)
     """
-    library = _LIBRARY.fullmatch(name)
-    source, _, function = name.rpartition(":")
-    file = Path(source) if source.endswith(".py") else None
-    if library is None and not (source and function and (file or not source.startswith("."))):
-        raise ValueError(
-            f"'{name}' is not the name of a function: write MODULE:FUNCTION (such as mynets:resnet),"
-            " FILE.py:FUNCTION, torchvision:NAME or timm:NAME"
-        )
-    if library is None and file is None and source.partition(".")[0] in sys.stdlib_module_names:
-        raise ValueError(
-            f"{name}: '{source}' is a module of Python's standard library; for a function in your own file, write"
-            " FILE.py:FUNCTION"
-        )
-    with _importing_from(Path.cwd() if file is None else file.resolve().parent):
-        if library is not None:
-            made = _from_library(library[1], library[2], classes)
-        else:
-            made = _call(name, source, function, classes)
+    if (library := _LIBRARY.fullmatch(name)) is not None:
+        made = _from_library(library[1], library[2], classes)
+    else:
+        with _importing_from(_folder(name)):
+            made = _call(name, *_function(name, classes))
     net, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(net, nn.Module):
         raise ValueError(f"{name} returned {type(net).__name__}, not a torch.nn.Module")
     return net, example
 
 
-def check_file(name: str) -> None:
-    """Raise ValueError if the name is FILE.py:FUNCTION and there is no such file."""
-    source = Path(name.rpartition(":")[0])
-    if source.suffix == ".py" and not source.is_file():
-        raise ValueError(f"cannot make a network from {name}: {_no_file(source)}")
+def check_function(name: str) -> None:
+    """Import the module of a user's function, and check that :func:`make_network` can call the function.
+
+    The function is not called. Networks of torchvision and timm are not checked.
+
+    Raises:
+        ValueError: if there is no such function, or if it cannot be called.
+        UserCodeError: if the module raises an exception.
+    """
+    if not is_of_library(name):
+        with _importing_from(_folder(name)):
+            _function(name, classes=1)
 
 
 def is_of_library(name: str) -> bool:
@@ -82,7 +76,26 @@ def is_of_library(name: str) -> bool:
     return _LIBRARY.fullmatch(name) is not None
 
 
-def _call(name: str, source: str, function: str, classes: int | None) -> Any:
+def _folder(name: str) -> Path:
+    """Return the folder to import a function's module from, or raise ValueError if the name is not allowed."""
+    source, _, function = name.rpartition(":")
+    file = Path(source) if source.endswith(".py") else None
+    if not (source and function and (file or not source.startswith("."))):
+        raise ValueError(
+            f"'{name}' is not the name of a function: write MODULE:FUNCTION (such as mynets:resnet),"
+            " FILE.py:FUNCTION, torchvision:NAME or timm:NAME"
+        )
+    if file is None and source.partition(".")[0] in sys.stdlib_module_names:
+        raise ValueError(
+            f"{name}: '{source}' is a module of Python's standard library; for a function in your own file, write"
+            " FILE.py:FUNCTION"
+        )
+    return Path.cwd() if file is None else file.resolve().parent
+
+
+def _function(name: str, classes: int | None) -> tuple[Callable[..., Any], dict[str, int]]:
+    """Return the function with this name, and the arguments to call it with."""
+    source, _, function = name.rpartition(":")
     try:
         module = _import_file(Path(source)) if source.endswith(".py") else import_module(source)
     except (ImportError, SyntaxError) as error:
@@ -97,9 +110,12 @@ def _call(name: str, source: str, function: str, classes: int | None) -> Any:
             f"cannot make a network from {name}: {function} is of type {type(found).__name__}; give a function that"
             " returns a network"
         )
-    given = _arguments(name, found, classes)
+    return found, _arguments(name, found, classes)
+
+
+def _call(name: str, function: Callable[..., Any], given: dict[str, int]) -> Any:
     try:
-        return found(**given)
+        return function(**given)
     except ImportError as error:
         raise ValueError(f"cannot make a network from {name}: {error}") from error
     except Exception as error:
@@ -130,14 +146,10 @@ def _from_library(library: str, name: str, classes: int | None) -> nn.Module:
         raise ValueError(f"cannot make {library}'s {name}: {str(error).partition(chr(10))[0]}{hint}") from error
 
 
-def _no_file(path: Path) -> str:
-    return f"{path.resolve()} is not a file; relative paths are resolved from the current folder"
-
-
 def _import_file(path: Path) -> Any:
     path = path.resolve()
     if not path.is_file():
-        raise ImportError(_no_file(path))
+        raise ImportError(f"{path} is not a file; relative paths are resolved from the current folder")
     # Add a digest of the path to the module's name. Otherwise files of the same name in different folders would replace
     # each other in sys.modules.
     name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"

@@ -82,6 +82,8 @@ class Steps:
             self._timer.cancel()
             self._timer.join()
         if self._display is not None:
+            if exc[0] is None:  # the last step is done, and no other step follows
+                self._display.update(self.label, self.done + 1, total=self.done + 1)
             self._display.__exit__(*exc)
 
     def __call__(self, doing: str) -> None:
@@ -126,6 +128,11 @@ class Display:
     def __exit__(self, *exc: object) -> None:
         if self.bars is not None:
             self.bars.stop()
+        elif exc[0] is None:
+            # Lines about a task are rare, so the last one is usually about an earlier step.
+            for name, shown in self._shown.items():
+                if shown.line not in ("", str(shown)):
+                    self.say(f"{name}: {shown}")
 
     def add(self, name: str, total: int | None = None, unit: str = "") -> None:
         """Add a task of ``total`` items; lines of text print ``unit`` before the number of items done."""
@@ -140,7 +147,7 @@ class Display:
         if self.bars is not None:
             self.bars.update(shown.task, completed=done, total=shown.total, description=f"{name}{shown.text}")
         elif time.monotonic() - shown.printed > self.every:
-            shown.printed = time.monotonic()
+            shown.printed, shown.line = time.monotonic(), str(shown)
             self.say(f"{name}: {shown}")
 
     def end(self, name: str, how: str) -> None:
@@ -161,7 +168,9 @@ class Display:
 class _Shown:
     def __init__(self, task: Any, total: int | None, unit: str) -> None:
         self.task, self.total, self.unit = task, total, unit
-        self.done, self.text, self.printed = 0, "", float("-inf")
+        self.done, self.text = 0, ""
+        self.printed, self.line = float("-inf"), ""
+        """when the last line of text was printed, and what it said"""
 
     def __str__(self) -> str:
         return f"{self.unit}{self.done:,}" + (f" of {self.total:,}" if self.total else "") + self.text

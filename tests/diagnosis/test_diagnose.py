@@ -595,7 +595,7 @@ def test_an_optimizer_of_the_network_before_conversion():
 def test_what_is_not_checked_is_listed():
     assert bn.diagnose(healthy(), data()[:1]).unchecked == (
         "which parameters are trained and decayed (pass optimizer=)",
-        "whether running averages are stale or mix different inputs (pass at least 5 batches)",
+        "whether running averages are stale or mix different inputs (5 or more batches are needed; got 1)",
     )
 
     class OnlyEvaluates(nn.Module):

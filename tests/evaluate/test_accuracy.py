@@ -36,12 +36,14 @@ def test_score_against_a_loop():
         loss -= p[y].log()
         bins[min(14, int(p.max() * 15))].append((float(best[0] == y), float(p.max())))
     gaps = [abs(sum(a for a, _ in b) - sum(c for _, c in b)) for b in bins if b]
-    expected = (200, 1 - right1 / 200, 1 - right5 / 200, loss / 200, sum(gaps) / 200)
+    expected = (200, 1 - right1 / 200, 1 - right5 / 200, loss / 200, sum(gaps) / 200, 9)
     torch.testing.assert_close(torch.tensor(found), torch.tensor([float(v) for v in expected]))
 
 
-def test_fewer_than_five_classes():
+def test_the_top_5_error_of_few_classes_is_0_and_not_shown():
     assert score(torch.tensor([[0.9, 0.1]]), torch.tensor([1])).top5_error == 0.0
+    shown = ["top-5" in str(score(torch.full((1, classes), 0.1), torch.tensor([0]))) for classes in (5, 6)]
+    assert shown == [False, True]
 
 
 def test_folders_and_shards_and_training_agree(tmp_path):

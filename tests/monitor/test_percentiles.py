@@ -305,9 +305,7 @@ def test_errors_say_what_to_do(arguments, message):
 
 
 def test_a_network_without_nonlinearities_is_refused():
-    with pytest.raises(
-        ValueError, match="no nonlinearity modules and no batch or instance normalization; name"
-    ):
+    with pytest.raises(ValueError, match="no nonlinearity modules and no batch or instance normalization; name"):
         Monitor(nn.Sequential(nn.Linear(2, 2)))
     with pytest.raises(ValueError, match="pass a batch to record\\(\\)"):
         Monitor(perceptron()).record(0)

@@ -1,5 +1,7 @@
 import json
 import re
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -7,9 +9,10 @@ import torch
 from batchnorm.cli import main
 from batchnorm.monitor import Percentiles, Record
 from batchnorm.monitor.sinks import as_json
-from batchnorm.report.figure1 import paper_versus_here, steps_to
+from batchnorm.report.figure1 import _figure1, paper_versus_here, steps_to
 from batchnorm.report.page import Report, render, report
-from batchnorm.report.runs import read_runs
+from batchnorm.report.runs import Run, read_runs
+from batchnorm.train import Recipe
 
 
 def test_the_baseline_comes_first(folder):
@@ -35,6 +38,9 @@ def test_any_metrics_file_is_a_run(tmp_path):
     assert "val_top1" in render([run])
 
 
+NAMES = ("top-1 with running averages:", "top-1 (folded, population statistics):")
+
+
 def test_a_run_of_train_is_read_whole(tmp_path):
     record = Record(6, {"relu": Percentiles(torch.rand(3, 4), torch.rand(3, 4))})
     lines = [{"step": 4, "loss": 1.0, "train_top1": 0.9}, {"step": 8, "val_top1": 0.5, "val_top5": 0.75}]
@@ -45,8 +51,94 @@ def test_a_run_of_train_is_read_whole(tmp_path):
     (run,) = read_runs([tmp_path])
     assert run.accuracy == [(8, 0.5)], "of validation, though training's was written first"
     assert run.layers == ["relu"]
-    assert run.line() == f"{tmp_path.name}: step 8, accuracy 50.00% (running), accuracy 60.00% (folded)"
-    assert "width" in render([run])
+    assert run.line() == f"{tmp_path.name}: step 8, {' 50.00%, '.join(NAMES)} 60.00%"
+    page = render([run])
+    assert "width" in page
+    assert f"<td>{NAMES[0][:-1]}</td><td>50.00%</td>" in page
+    assert f"<b>60.00%</b><span>{NAMES[1][:-1]}</span>" in page
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        ("frozen", "top-1 with frozen statistics: 50.00%, top-1 (folded, frozen statistics): 60.00%"),
+        ("none", "top-1: 60.00%"),
+        ([1], "top-1 with running averages: 50.00%, top-1 (folded, population statistics): 60.00%"),
+    ],
+)
+def test_accuracies_are_named_as_train_names_them(tmp_path, kind, names):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 8, "val_top1": 0.5}')
+    assert read_runs([tmp_path])[0].line().endswith(": step 8, top-1 50.00%")
+    (tmp_path / "result.json").write_text(json.dumps({"running_top1": 0.5, "top1": 0.6, "statistics": kind}))
+    assert read_runs([tmp_path])[0].line().endswith(f": step 8, {names}")
+
+
+PAPERS = {"batch_norm", "activation", "dropout", "local_response", "stem", "projection", "width", "init", "init_scale"}
+OF_BN = {"eps", "averaging", "statistics"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "more", "fewer"),
+    [
+        ({}, set(), OF_BN),
+        ({"batch_norm": True, "per_activation": ("5b",)}, {"per_activation"}, set()),
+        ({"factory": "own.py:build"}, {"factory", "normalize"}, PAPERS | {"eps", "averaging"}),
+        ({"start": "runs/old", "validate": 0.1}, {"start", "freeze_statistics", "validate"}, OF_BN),
+    ],
+    ids=["without BN", "with BN", "own network", "more settings"],
+)
+def test_the_page_lists_the_settings_that_a_run_uses(tmp_path, changes, more, fewer):
+    recipe = Recipe(**changes)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 8, "val_top1": 0.5}')
+    (tmp_path / "recipe.json").write_text(recipe.to_json())
+    always = {"name", "rate", "momentum", "weight_decay", "decay", "decay_epochs", "batch_size", "epochs", "size"}
+    expected = always | {"shuffle", "photometric", "seed"} | PAPERS | OF_BN | more
+    (run,) = read_runs([tmp_path])
+    assert set(run.config) == {name.replace("_", " ") for name in expected - fewer}
+
+
+@pytest.fixture
+def plt():
+    pytest.importorskip("matplotlib").use("agg")
+    from matplotlib import pyplot
+
+    yield pyplot
+    pyplot.close("all")
+
+
+def made_up(batch_norm, ends, steps):
+    """Return a run with these percentiles at its end, and with an accuracy of 96%."""
+    table = Percentiles(z := torch.tensor(ends)[:, None], z)
+    records = [Record(step, {"sigmoid3": table}) for step in (0, steps)]
+    return Run("made up", {"batch_norm": batch_norm}, {}, {"accuracy": [(0, 0.1), (steps, 0.96)]}, records, [])
+
+
+def test_the_picture_of_a_short_run_shows_all_curves_and_readable_labels(folder, plt):
+    plain, normalized = read_runs([folder])
+    figure = _figure1({False: plain, True: normalized}, plt)
+    figure.canvas.draw()
+    accuracy, *bands = figure.axes
+    assert accuracy.get_ylim() == (0, 1), "the network without BN does not reach 70%"
+    for axis in figure.axes:
+        assert not any("K" in tick.get_text() or "." in tick.get_text() for tick in axis.get_xticklabels())
+        boxes = sorted((text.get_window_extent() for text in axis.texts), key=lambda box: box.y0)
+        assert all(above.y0 > below.y0 + 0.7 * below.height for below, above in pairwise(boxes))
+    assert [len(axis.texts) for axis in bands] == [3, 3]
+
+
+def test_the_picture_of_a_run_with_one_record_has_points(plt):
+    run = made_up(False, [-1.0, 0.0, 1.0], 1)
+    figure = _figure1({False: replace(run, percentiles=run.percentiles[:1]), True: None}, plt)
+    assert figure.axes[1].get_xlim() == (0, 1)
+    assert {line.get_marker() for line in figure.axes[1].lines} == {"o"}
+
+
+def test_the_picture_of_a_long_run_starts_at_70_percent(plt):
+    figure = _figure1({kind: made_up(kind, [-1.0, 0.0, 1.0], 50_000) for kind in (False, True)}, plt)
+    figure.canvas.draw()
+    assert figure.axes[0].get_ylim() == (0.7, 1)
+    assert figure.axes[0].get_xticklabels()[1].get_text().endswith("0K")
+    assert {text.xyann for axis in figure.axes[1:] for text in axis.texts} == {(3, -2)}
 
 
 def test_a_folder_without_a_run_is_an_error(tmp_path):
@@ -94,7 +186,7 @@ RECORD = {"step": 1, "percentiles": {"relu": {"z": [[0.0], [1.0], [2.0]]}}}
         ("summary.json", '{"accuracy": {"running": "high"}}', "running is 'high', but must be a finite number"),
         ("summary.json", f'{{"seconds": 1{"0" * 400}}}', "seconds is 1000"),
         ("recipe.json", "nonsense", "is not valid JSON"),
-        ("result.json", '{"top1": [1]}', r"accuracy \(folded\) is \[1\], but must be a finite number"),
+        ("result.json", '{"top1": [1]}', r"statistics\) is \[1\], but must be a finite number"),
     ],
 )  # fmt: skip
 def test_a_broken_file_is_named_in_one_sentence(tmp_path, capsys, file, content, says):
@@ -188,7 +280,7 @@ def test_tables(folder):
 def test_steps_to_validation_accuracies_that_were_reached(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 4, "val_top1": 0.05}\n{"step": 8, "val_top1": 0.15}\n')
     (run,) = read_runs([tmp_path])
-    assert steps_to([run]) == [["validation accuracy", run.name], ["10%", "8"]]
+    assert steps_to([run]) == [["top-1 validation accuracy", run.name], ["10%", "8"]]
 
 
 def test_the_typical_unit_is_the_same_rule_for_both(folder):

@@ -169,6 +169,7 @@ def test_the_same_command_resumes_a_stopped_run(tmp_path, capfd):
     printed = capfd.readouterr().out
     assert f"with-bn: resuming from step {stopped}\n" in printed
     assert "without-bn: resuming" not in printed
+    assert " with BN; not in the paper; BN does not keep this distribution fixed\n" in printed
     assert (tmp_path / "without-bn" / "checkpoint.pt").read_bytes() == done
 
 

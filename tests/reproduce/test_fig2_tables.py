@@ -291,15 +291,24 @@ def sweep(results, without, with_bn):
     return results
 
 
+def test_a_rate_that_fails_between_rates_that_train(results):
+    swept = sweep(results, {**WITHOUT, "x5": 0.1, "x100": 0.3}, {**WITH, "x100": 0.3})
+    told = rates(swept.read()).text
+    assert "without BN reaches at least half of its best accuracy at the rates 0.0015, 0.003, 0.15 (tried: " in told
+    assert "with BN reaches at least half of its best accuracy at every rate tried, 0.0015 to 0.15." in told
+    found = judged(results, "BN trains at higher rates").found
+    assert found == "rates that train: 0.0015, 0.003, 0.15 without BN and 0.0015 to 0.15 with BN"
+
+
 def test_rates(results):
     found = rates(sweep(results, WITHOUT, WITH).read())
     assert found.rows[0] == ["rate", "without BN", "with BN"]
     assert found.rows[1] == ["0.0015", "20.0%", "30.0%"]
     assert found.rows[5] == ["0.045", "diverged by step 400", "40.0%"]
     tried = "(tried: 0.0015 to 0.15)."
-    assert f"without BN reaches at least half of its best accuracy at rates from 0.0015 to 0.0075 {tried}" in found.text
+    assert f"without BN reaches at least half of its best accuracy at the rates 0.0015 to 0.0075 {tried}" in found.text
     assert (
-        "with BN reaches at least half of its best accuracy at rates from 0.0015 to 0.045 (tried: 0.0015 to 0.15)."
+        "with BN reaches at least half of its best accuracy at the rates 0.0015 to 0.045 (tried: 0.0015 to 0.15)."
         in found.text
     )
     # Without BN, 40% is reached at step 800. With BN at rate 0.015, the accuracies are 25% and 50%: also at step 800.

@@ -24,8 +24,18 @@ def test_a_run(run, capsys):
     assert main(["diagnose", str(folder), "--data", str(data), "--batches", "2", "--workers", "0"]) == 0
     out = capsys.readouterr().out
     assert "in 69 batch normalization layers, on 2 batches" in out
-    assert "not checked\n  whether running averages are stale or mix different inputs (pass at least 5 batches)" in out
+    assert "not checked
+  whether running averages are stale or mix different inputs (5 or more batches" in out
+    assert "instead of" not in out
     assert "optimizer" not in out  # the command makes the run's optimizer
+
+
+def test_fewer_batches_than_asked_for(run, capsys):
+    folder, data = run
+    assert main(["diagnose", str(folder), "--data", str(data), "--workers", "0"]) == 0
+    note, summary, *_ = capsys.readouterr().out.splitlines()
+    assert note == "batches: 4 instead of 20, because an epoch of this run has no more"
+    assert summary.endswith("on 4 batches")
 
 
 @pytest.mark.parametrize(

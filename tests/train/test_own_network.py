@@ -318,6 +318,15 @@ def test_how_long_it_will_take_is_said_after_a_hundred_steps(data, source, tmp_p
     assert said[0].endswith("left for 20 steps")
 
 
-def test_a_missing_file_is_reported_before_the_images_are_listed(tmp_path, capsys):
-    assert main(["train", "--network", "mynte.py:build", "--data", str(tmp_path / "absent")]) == 2
-    assert "mynte.py is not a file" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--network", "mynte.py:build"], "mynte.py is not a file"),
+        (["--network", "SOURCE:biuld"], "own.py has no function biuld"),
+        (["--network", "SOURCE:build", "--from", "runs/mnie"], "--from runs/mnie: there is no such run or file"),
+    ],
+)
+def test_what_is_missing_is_reported_before_the_images_are_listed(source, tmp_path, capsys, words, says):
+    given = [word.replace("SOURCE", str(source)) for word in words]
+    assert main(["train", *given, "--data", str(tmp_path / "absent")]) == 2
+    assert says in capsys.readouterr().err

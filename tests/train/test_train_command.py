@@ -41,6 +41,20 @@ def test_train_with_overrides(data, tmp_path, capsys):
     assert json.loads((tmp_path / "result.json").read_text())["steps"] == 3
 
 
+def test_a_run_of_few_images_and_few_classes(data, tmp_path, capsys):
+    out = tmp_path / "my run"
+    words = "--width 0.04 --size 32 --batch-size 100 --epochs 1 --device cpu --workers 0"
+    assert main(["train", "--recipe", "bn-x30", "--data", str(data), "--out", str(out), *words.split()]) == 0
+    said, shown = capsys.readouterr()
+    assert "; 1 step of 30 images on cpu, too few images for --batch-size 100, in " in said
+    assert f"next: batchnorm predict '{out}' IMAGE...\n      batchnorm fold '{out}' -o net.onnx\n" in said
+    assert "val_top1" in shown
+    assert "top5" not in shown, "of three classes"
+    assert "top-5" not in said
+    assert main(["evaluate", str(out), "--data", str(data), "--device", "cpu", "--workers", "0"]) == 0
+    assert "top-5" not in capsys.readouterr().out
+
+
 def test_images_that_would_be_enlarged_are_told(data):
     source = open_source(data, "train")
     assert small_images_note(source, 32) is None  # the images have 36 px

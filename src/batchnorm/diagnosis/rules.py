@@ -425,7 +425,10 @@ def unchecked(e: Evidence) -> Iterator[str]:
     if not e.shows_training:
         yield "dropout, because the network does not run in training mode on the first batch"
     if e.batches < FEW:
-        yield f"whether running averages are stale or mix different inputs (pass at least {FEW} batches)"
+        yield (
+            "whether running averages are stale or mix different inputs"
+            f" ({FEW} or more batches are needed; got {e.batches})"
+        )
     own = [layer.path for layer in e.layers if not layer.standard]
     if own:
         yield f"the inputs of {', '.join(own)}, because the class has its own forward"

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from ..collectives import add_across_ranks
 
 BINS = 15
+TOP5_CLASSES = 6
+"""With fewer classes, every example is top-5 correct, so the top-5 accuracy is not shown."""
 
 
 class Accuracy(NamedTuple):
@@ -66,7 +68,7 @@ def count_correct(
     """Return the numbers of top-1 correct examples, top-5 correct examples and all examples, as a float64 tensor.
 
     The tensors of several ranks can be summed. The network's mode is not changed; call ``eval()`` first. Empty batches,
-    which a rank may get at the end of an epoch, are skipped. With fewer than five classes, every example is top-5
+    which a rank may get at the end of an epoch, are skipped. With five classes or fewer, every example is top-5
     correct.
 
     Args:
@@ -109,10 +111,13 @@ class Score(NamedTuple):
     """-1/n sum log p(label)"""
     calibration_error: float
     """the mean gap between confidence and accuracy; see :func:`score`"""
+    classes: int
+    """number of classes"""
 
     def __str__(self) -> str:
+        top5 = f", top-5 error {self.top5_error:.2%}" if self.classes >= TOP5_CLASSES else ""
         return (
-            f"top-1 error {self.top1_error:.2%}, top-5 error {self.top5_error:.2%},"
+            f"top-1 error {self.top1_error:.2%}{top5},"
             f" log loss {self.log_loss:.3f}, calibration error {self.calibration_error:.2%}"
         )
 
@@ -134,7 +139,7 @@ def score(probabilities: Tensor, labels: Tensor, name: str = "the network") -> S
         ValueError: on every rank, if there are no examples or a probability on any rank is NaN or infinite.
 
     >>> print(score(torch.tensor([[0.75, 0.25], [0.75, 0.25]]), torch.tensor([0, 1])))
-    top-1 error 50.00%, top-5 error 0.00%, log loss 0.837, calibration error 25.00%
+    top-1 error 50.00%, log loss 0.837, calibration error 25.00%
 
     Paper: Fig. 4; beyond the paper: calibration (Guo et al., 2017)
     """
@@ -148,10 +153,10 @@ def score(probabilities: Tensor, labels: Tensor, name: str = "the network") -> S
     bins = torch.stack([torch.ones_like(confidence), ranks < 1, confidence], dim=1)
     place = (confidence.nan_to_num(0.0) * BINS).long().clamp(0, BINS - 1)
     binned = bins.new_zeros(BINS, 3).index_add_(0, place, bins)
-    return _read(add_across_ranks(torch.cat([totals, binned.flatten()])), name)
+    return _read(add_across_ranks(torch.cat([totals, binned.flatten()])), probabilities.shape[1], name)
 
 
-def _read(sums: Tensor, name: str) -> Score:
+def _read(sums: Tensor, classes: int, name: str) -> Score:
     top1, top5, loss, broken, n = sums[:5].tolist()
     if not n:
         raise ValueError(f"there are no examples to score {name} on: every file was unreadable or the split is empty")
@@ -162,4 +167,4 @@ def _read(sums: Tensor, name: str) -> Score:
         )
     _, right, confidence = sums[5:].unflatten(0, (BINS, 3)).unbind(1)
     gap = (right - confidence).abs().sum().item() / n
-    return Score(int(n), 1 - top1 / n, 1 - top5 / n, loss / n, gap)
+    return Score(int(n), 1 - top1 / n, 1 - top5 / n, loss / n, gap, classes)

@@ -14,6 +14,7 @@ from .runs import Run
 TARGETS = (*(k / 10 for k in range(1, 10)), 0.95, 0.96, 0.97, 0.98)
 SHOWN = 6  # the maximum number of accuracies in the table of `steps_to`
 COLORS = {False: ORANGE, True: BLUE}
+LABEL = 7  # the height in points of the labels of percentiles
 
 
 def draw(runs: Sequence[Run], out: Path) -> list[Path]:
@@ -41,23 +42,28 @@ def _figure1(pair: dict[bool, Run | None], plt: Any) -> Any:
     _accuracy(axes[0], pair)
     for axis, kind, letter in ((axes[1], False, "b"), (axes[2], True, "c")):
         _bands(axis, pair[kind], f"({letter}) {'With' if kind else 'Without'} BN", COLORS[kind])
+    for axis, kind in ((axes[1], False), (axes[2], True)):  # the shared axis now has its final limits
+        _label_percentiles(axis, pair[kind], COLORS[kind])
     return figure
 
 
 def _accuracy(axis: Any, pair: dict[bool, Run | None]) -> None:
+    ends = {kind: run.accuracy[-1][1] for kind, run in pair.items() if run is not None and run.accuracy}
+    low = 0.7 if min(ends.values(), default=1.0) >= 0.8 else 0.0  # start at 0 if a curve would be hidden below 0.7
+    sides = {False: -22, True: 7}
+    if ends.get(False, 1.0) < 0.3:  # no room below this curve for its label
+        sides = {False: 7, True: 18 if abs(ends.get(True, 1.0) - ends[False]) < 0.2 else 7}
     for kind, run in pair.items():
         if run is None or not run.accuracy:
             continue
         steps, values = zip(*run.accuracy, strict=True)
-        axis.plot(steps, values, color=COLORS[kind], lw=1.4, ls="-" if kind else (0, (4, 2)))
+        axis.plot(steps, values, color=COLORS[kind], lw=1.4, ls="-" if kind else (0, (4, 2)), **_dot(steps))
         label = "With BN" if kind else "Without BN"
-        side = 7 if kind else -22
-        axis.annotate(
-            label, (steps[-1], values[-1]), (0, side), textcoords="offset points", ha="right", color=COLORS[kind]
-        )
-    axis.set_ylim(0.7, 1.0)
+        end = (steps[-1], values[-1])
+        axis.annotate(label, end, (0, sides[kind]), textcoords="offset points", ha="right", color=COLORS[kind])
+    axis.set_ylim(low, 1.0)
     axis.set_title("(a) Test accuracy")
-    _thousands(axis)
+    _steps_axis(axis)
 
 
 def _bands(axis: Any, run: Run | None, title: str, color: str) -> None:
@@ -65,23 +71,50 @@ def _bands(axis: Any, run: Run | None, title: str, color: str) -> None:
     if run is None or not run.layers:
         axis.text(0.5, 0.5, "no records", ha="center", transform=axis.transAxes)
         return
-    layer = run.layers[-1]
-    unit = run.typical(layer)
-    steps = [r.step for r in run.percentiles]
-    low, middle, high = zip(*(r.percentiles[layer].z[[0, -2, -1], unit].tolist() for r in run.percentiles), strict=True)
+    layer, unit, steps, (low, middle, high) = _percentiles(run)
     axis.fill_between(steps, low, high, color=color, alpha=0.15, lw=0)
     for values, width in ((low, 0.7), (middle, 1.3), (high, 0.7)):
-        axis.plot(steps, values, color=color, lw=width)
-    for values, text in ((low, "15"), (middle, "50"), (high, "85")):
-        axis.annotate(text, (steps[-1], values[-1]), (3, -2), textcoords="offset points", color=color, fontsize=7)
+        axis.plot(steps, values, color=color, lw=width, **_dot(steps))
     axis.set_ylabel(f"input of unit {unit}, {layer}", parse_math=False)
-    _thousands(axis)
+    _steps_axis(axis)
 
 
-def _thousands(axis: Any) -> None:
+def _label_percentiles(axis: Any, run: Run | None, color: str) -> None:
+    """Label the ends of the curves; if they are too close, move the outer labels away from the middle one."""
+    if run is None or not run.layers:
+        return
+    _, _, steps, curves = _percentiles(run)
+    low, middle, high = (values[-1] for values in curves)
+    bottom, top = axis.get_ylim()
+    points = axis.bbox.height / axis.figure.dpi * 72 / (top - bottom)  # per unit of the axis
+    down, up = (max(LABEL - points * gap, 0) for gap in (middle - low, high - middle))
+    for value, text, shift in ((low, "15", -down), (middle, "50", 0), (high, "85", up)):
+        end, offset = (steps[-1], value), (3, -2 + shift)
+        axis.annotate(text, end, offset, textcoords="offset points", color=color, fontsize=7)
+
+
+def _percentiles(run: Run) -> tuple[str, int, list[int], tuple[tuple[float, ...], ...]]:
+    """Return the drawn layer and unit, the steps, and the curves of the lowest, middle and highest percentile."""
+    layer = run.layers[-1]
+    unit = run.typical(layer)
+    records = (r.percentiles[layer].z[[0, -2, -1], unit].tolist() for r in run.percentiles)
+    return layer, unit, [r.step for r in run.percentiles], tuple(zip(*records, strict=True))
+
+
+def _dot(steps: Sequence[int]) -> dict[str, Any]:
+    """Return the options that show a curve of a single point, which has no line."""
+    return {"marker": "o", "ms": 3} if len(steps) == 1 else {}
+
+
+def _steps_axis(axis: Any) -> None:
     axis.set_xlabel("training steps")
-    axis.xaxis.set_major_formatter(lambda value, _: f"{value / 1000:g}K" if value else "0")
     axis.set_xlim(left=0)
+    right = axis.get_xlim()[1]
+    if right >= 5000:
+        axis.xaxis.set_major_formatter(lambda value, _: f"{value / 1000:g}K" if value else "0")
+    else:
+        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.set_xlim(0, max(right, 1))
 
 
 def steps_to(runs: Sequence[Run]) -> list[list[str]]:

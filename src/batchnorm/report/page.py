@@ -18,7 +18,7 @@ import torch
 from ..arguments import Positional, arg
 from ..results import check_writable, write_atomically
 from .figure1 import paper_versus_here, steps_to
-from .runs import ACCURACIES, Curve, Run, read_runs
+from .runs import ACCURACIES, TOP1, Curve, Run, read_runs
 
 PageSection = tuple[str, str, Sequence[Sequence[str]]]
 # The page holds at most this many percentile values per run, which is enough for 125 records of three percentiles, for
@@ -151,6 +151,8 @@ def _figure(k: int, run: Run) -> str:
     value, how = run.accuracy[-1][1], str(run.accuracy_kind)
     if isinstance(final, dict) and "folded" in final:
         value, how = final["folded"], f"{how} of the folded network"
+    elif isinstance(final, dict) and (named := [name for name in final if name.startswith(TOP1)]):
+        value, how = final[named[-1]], named[-1]
     name = f'<i class="run{k % 6}"></i>{escape(run.name)}'
     return f'<div class="figure"><span>{name}</span><b>{value:.2%}</b><span>{how}</span></div>'
 
@@ -189,6 +191,7 @@ def _final(runs: Sequence[Run]) -> list[list[str]]:
         "population": "population statistics (estimate_)",
         "folded": "folded network (fold)",
     }
+    names |= {key: key for f in found for key in f if key.startswith(TOP1)}
     rows = [
         [names[key], *(f"{f[key]:.2%}" if key in f else "-" for f in found)]
         for key in names

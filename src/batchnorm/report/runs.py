@@ -14,6 +14,7 @@ import torch
 
 from ..monitor import Change, Percentiles, Record, drift, typical_unit
 from ..results import parse_json, read_json
+from .train_runs import STATISTICS, used
 
 T = TypeVar("T")
 Curve = list[tuple[int, float]]
@@ -22,6 +23,8 @@ LAST_STEP = 2**53  # integers below this are exact in JavaScript
 
 # Endings of the names of accuracy curves: this library's commands write "accuracy" and "val_top1".
 ACCURACIES = ("accuracy", "top1")
+# The final accuracies of `batchnorm train` have names that start with this word.
+TOP1 = "top-1"
 
 
 @dataclass(frozen=True)
@@ -49,9 +52,9 @@ class Run:
         return next((c for name, c in self.curves.items() if _place(name) == 0), [])
 
     @property
-    def accuracy_kind(self) -> Literal["validation accuracy", "test accuracy"]:
+    def accuracy_kind(self) -> Literal["top-1 validation accuracy", "test accuracy"]:
         """The name of the accuracy: ``batchnorm train`` writes ``val_top1``, which is measured on validation images."""
-        return "validation accuracy" if "val_top1" in self.curves else "test accuracy"
+        return "top-1 validation accuracy" if "val_top1" in self.curves else "test accuracy"
 
     @cached_property
     def layers(self) -> list[str]:
@@ -80,9 +83,11 @@ class Run:
         parts = [f"{self.name}: step {self.steps:,}"]
         final = self.summary.get("accuracy")
         if isinstance(final, dict):
-            parts += [f"accuracy {value:.2%} ({_printable(name)})" for name, value in final.items()]
+            for name, value in final.items():
+                shown, value_text = _printable(name), f"{value:.2%}"
+                parts.append(f"{shown}: {value_text}" if name.startswith(TOP1) else f"accuracy {value_text} ({shown})")
         elif self.accuracy:
-            parts.append(f"accuracy {self.accuracy[-1][1]:.2%}")
+            parts.append(f"{TOP1 if 'val_top1' in self.curves else 'accuracy'} {self.accuracy[-1][1]:.2%}")
         if "seconds" in self.summary:
             parts.append(f"{self.summary['seconds']:.0f} s")
         return ", ".join(parts)
@@ -184,22 +189,24 @@ def _place(curve: str) -> int:
 
 
 def _recipe(folder: Path) -> dict[str, Any]:
-    """Return the settings of a run of ``batchnorm train``, keyed by the names that the page shows.
+    """Return the settings that a run of ``batchnorm train`` uses, keyed by the names that the page shows.
 
     The names have spaces instead of underscores. This also renames a recipe's ``batch_norm``: the report treats a run
     with that key as one of the two networks of Section 4.1, and a run of ``batchnorm train`` is not one of them.
     """
-    return {key.replace("_", " "): value for key, value in _json(folder / "recipe.json").items()}
+    return {key.replace("_", " "): value for key, value in used(_json(folder / "recipe.json")).items()}
 
 
 def _result(folder: Path) -> dict[str, Any]:
     """Return the result of a run of ``batchnorm train`` in the format of a ``summary.json``."""
     path = folder / "result.json"
     result = _json(path)
-    found = {"running": result.get("running_top1"), "folded": result.get("top1")}
+    kind = result.get("statistics")
+    names = [f"{TOP1} {how}".strip() for how in STATISTICS[kind if kind in [*STATISTICS] else "population"]]
+    found = dict(zip(names, (result.get("running_top1"), result.get("top1")), strict=True))
     accuracy = {name: value for name, value in found.items() if value is not None}
     for name, value in accuracy.items():
-        _check_number(value, f"accuracy ({name})", path)
+        _check_number(value, name, path)
     return {"accuracy": accuracy} if accuracy else {}
 
 

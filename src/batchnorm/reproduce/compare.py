@@ -19,13 +19,13 @@ from ..errors import above, at_least
 from ..jobs import run_side_by_side
 from ..report.page import write_report
 from ..report.runs import Run
+from ..report.train_runs import PAPERS_FIELDS, used
 from ..results import check_writable, environment, read_json, write_result
 from ..train import RECIPES, Options, Recipe, train
 from ..train.distributed import find_device
 from ..train.final_network import folded_network
 from ..train.metrics import curve, read
 from ..train.own_network import Change
-from ..train.recipe import PAPERS_FIELDS
 from ..train.resume import claim_folder
 from ..train.train_command import RecipeName, check_before_training, make_overrides, resolve
 from .imagenet.curves import STUDENT, best, mean_curve, times_fewer
@@ -206,7 +206,7 @@ class SeedRuns:
         edges = [(step, interval([one[step] for one in curves], self.images)) for step, _ in middle]
         name = f"{label(self.batch_norm)}, rate {self.rate:g}"
         config = {
-            **_fields(self.jobs[0].recipe),
+            **used(asdict(self.jobs[0].recipe)),
             "name": name,
             "seed": f"{len(self.jobs)} seeds",
             "environment": environment(),

@@ -63,5 +63,7 @@ def diagnose(
     )
     net = saved.trained(images.classes)[0].train().to(where)
     augment = Augment(recipe.photometric).to(where)
+    if len(images) < batches:
+        print(f"batches: {len(images)} instead of {batches}, because an epoch of this run has no more")
     given = augmented_batches(images, augment, epoch=0, seed=recipe.seed, count=batches)
     print(find_problems(net, given, optimizer=make_optimizer(net, recipe, where)))

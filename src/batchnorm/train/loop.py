@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..data import Augment, ImageBatches, Normalize, open_images, seed_at
 from ..data.image_sources import describe_data, training_splits
 from ..evaluate import Accuracy, count_correct
+from ..evaluate.accuracy import TOP5_CLASSES
 from ..jobs import Stopped, StopSignal, stop_signal
 from ..monitor import Monitor
 from ..network_copy import outputs
@@ -137,9 +138,11 @@ class _Training:
             network += f" ({recipe.normalize})"
         device = ranks.device.type if ranks.world_size == 1 else f"{ranks.world_size} x {ranks.device.type}"
         images, classes, held = self.batches.num_examples, len(self.batches.classes), self.validation.num_examples
+        steps, size = self.total_steps, self.batches.order.step_size(0)  # no step is larger than the first
+        few = f", too few images for --batch-size {recipe.batch_size:,}" if size < recipe.batch_size else ""
         return (
             f"{recipe.name}: {network} on {images:,} images of {classes:,} classes, validated on {held:,};"
-            f" {self.total_steps:,} steps of {recipe.batch_size:,} images on {device}, in {self.folder}"
+            f" {steps:,} step{'s' * (steps != 1)} of {size:,} images on {device}{few}, in {self.folder}"
         )
 
     def finish(self) -> Result:
@@ -239,8 +242,11 @@ class _Training:
         mean = self.ranks.sum_(loss).item() / max(accuracy.examples, 1)
         self.evaluated = self.step
         if self.logger is not None:
-            found = {"val_top1": accuracy.top1, "val_top5": accuracy.top5, "val_loss": mean}
-            self.logger.log({"step": self.step, **found})
+            self.logger.log({"step": self.step, **self._shown(accuracy), "val_loss": mean})
+
+    def _shown(self, accuracy: Accuracy) -> dict[str, float]:
+        found = {"val_top1": accuracy.top1}
+        return {**found, "val_top5": accuracy.top5} if len(self.batches.classes) >= TOP5_CLASSES else found
 
     def _accuracy(self, net: nn.Module, batches: ImageBatches, loss: Tensor | None = None) -> Accuracy:
         net.eval()
@@ -294,8 +300,7 @@ class _Training:
         )
         if self.logger is not None:
             if accuracy is not None:
-                record = {"step": self.step, "final": True, "val_top1": accuracy.top1, "val_top5": accuracy.top5}
-                self.logger.log(record)
+                self.logger.log({"step": self.step, "final": True, **self._shown(accuracy)})
             write_run_result(self.folder, result, self.options.targets)
         self.ranks.wait()
         return result

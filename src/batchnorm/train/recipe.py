@@ -18,12 +18,6 @@ from ..models import inception as inception_network
 from ..network_factory import is_of_library
 from .own_network import Change, own_network
 
-PAPERS_FIELDS = (
-    *("batch_norm", "activation", "dropout", "local_response", "per_activation", "stem", "projection", "width"),
-    *("init", "init_scale", "eps", "averaging"),
-)
-"""The fields of a recipe that apply only to the paper's network."""
-
 
 @dataclass(frozen=True)
 class Recipe:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from dataclasses import fields, make_dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, Optional, get_args, get_origin, get_type_hints
@@ -13,17 +14,19 @@ from rich.table import Table
 from ..arguments import OmitArgPrefixes, Suppress, arg
 from ..data.image_sources import check_complete, open_source, small_images_note, training_splits
 from ..errors import between
+from ..evaluate.accuracy import TOP5_CLASSES
 from ..jobs import Stopped
 from ..models import describe as describe_network
 from ..models.bn_inception.network import early_strides_note
 from ..models.description import claims
-from ..network_factory import check_file
+from ..network_factory import check_function
 from ..optional_packages import check_installed
+from ..report.train_runs import PAPERS_FIELDS, STATISTICS
 from .distributed import find_device
 from .loop import train as train_recipe
 from .metrics import Result
 from .options import Options
-from .recipe import PAPERS_FIELDS, RECIPES, Recipe
+from .recipe import RECIPES, Recipe
 
 RecipeName = Literal[
     "inception", "bn-baseline", "bn-x5", "bn-x30", "bn-x5-sigmoid", "inception-x5", "inception-sigmoid",
@@ -122,7 +125,8 @@ def train(
         folder, trust = options.folder(chosen), " --trust" if chosen.needs_trust else ""
         print(_summary(result, folder))
         if not result.diverged:
-            print(f"next: batchnorm predict {folder} IMAGE...{trust}\n      batchnorm fold {folder} -o net.onnx{trust}")
+            run = shlex.quote(str(folder))
+            print(f"next: batchnorm predict {run} IMAGE...{trust}\n      batchnorm fold {run} -o net.onnx{trust}")
     if result.diverged:
         raise SystemExit(1)
 
@@ -133,9 +137,13 @@ def check_before_training(recipe: Recipe, options: Options) -> tuple[int, str | 
         raise ValueError("--graph True captures CUDA graphs, but this run is on the CPU: remove that option")
     if options.tensorboard:
         check_installed("tensorboard")
-    if recipe.factory:  # check the name first, because listing the images may take long
-        check_file(recipe.factory)
-    sources = {split: open_source(options.data, split) for split in training_splits(options.data, recipe.validate)}
+    # Listing the images may take long, so first check everything else.
+    splits = training_splits(options.data, recipe.validate)
+    if recipe.start and not Path(recipe.start).expanduser().exists():
+        raise FileNotFoundError(f"--from {recipe.start}: there is no such run or file")
+    if recipe.factory:
+        check_function(recipe.factory)
+    sources = {split: open_source(options.data, split) for split in splits}
     for split, source in sources.items():
         check_complete(source, options.data, split)
     images = next(iter(sources.values()))
@@ -213,13 +221,10 @@ def _summary(result: Result, out: Path) -> str:
     if result.diverged:
         return f"{result.recipe}: diverged by step {result.steps:,}; see {out / 'metrics.jsonl'}"
     assert result.top1 is not None
-    assert result.top5 is not None
-    folded, by = {
-        "population": (" (folded, population statistics)", " with running averages"),
-        "frozen": (" (folded, frozen statistics)", " with frozen statistics"),
-        "none": ("", ""),
-    }[result.statistics]
-    accuracies = f"top-1 {result.top1:.2%}, top-5 {result.top5:.2%}"
+    by, folded = (f" {how}" if how else "" for how in STATISTICS[result.statistics])
+    accuracies = f"top-1 {result.top1:.2%}"
+    if result.top5 is not None and result.classes >= TOP5_CLASSES:
+        accuracies += f", top-5 {result.top5:.2%}"
     lines = [f"{result.recipe}: {accuracies} after {result.steps:,} steps{folded}"]
     if result.best_top1 is not None:
         lines.append(f"best top-1{by}: {result.best_top1:.2%} at step {result.best_step:,}")

@@ -261,16 +261,23 @@ def wider_range(finished: Mapping[str, Finished]) -> Verdict:
     if not all(sweeps) or len(highest) > 1:
         return Verdict(claim, paper, NOT_RUN, "")
     without, with_bn = ranges = [rates_that_train(runs) for runs in sweeps]
-    told = ["none" if rates is None else f"{rates[0]:g} to {rates[1]:g}" for rates in ranges]
-    higher = with_bn is not None and (without is None or with_bn[1] > without[1])
+    told = [show_rates(good, runs) if good else "none" for good, runs in zip(ranges, sweeps, strict=True)]
+    higher = max(with_bn, default=0.0) > max(without, default=0.0)
     return Verdict(claim, paper, decide([higher], 1), f"rates that train: {told[0]} without BN and {told[1]} with BN")
 
 
-def rates_that_train(runs: Sequence[Finished]) -> tuple[float, float] | None:
-    """Return the lowest and highest rate with at least half of the best final accuracy, or None if the best is 0."""
+def rates_that_train(runs: Sequence[Finished]) -> list[float]:
+    """Return the rates with at least half of the best final accuracy, in order; none if the best is 0."""
     ends = {run.run.recipe.rate: run.result["top1"] or 0.0 for run in runs}
-    good = [rate for rate, accuracy in ends.items() if 0 < max(ends.values()) <= 2 * accuracy]
-    return (min(good), max(good)) if good else None
+    return sorted(rate for rate, accuracy in ends.items() if 0 < max(ends.values()) <= 2 * accuracy)
+
+
+def show_rates(good: Sequence[float], runs: Sequence[Finished]) -> str:
+    """Return rates as text: as a range, or one by one if a rate between them was tried that is not one of them."""
+    between = {one.run.recipe.rate for one in runs if good[0] <= one.run.recipe.rate <= good[-1]}
+    if len(good) > 1 and between == set(good):
+        return f"{good[0]:g} to {good[-1]:g}"
+    return ", ".join(f"{rate:g}" for rate in good)
 
 
 def less_dropout(finished: Mapping[str, Finished]) -> list[Verdict]:

@@ -15,6 +15,7 @@ from ...optional_packages import MissingExtraError
 from ...pictures import picture
 from ...report.page import write_report
 from ...report.runs import Run
+from ...report.train_runs import used
 from ...results import write_atomically, write_json
 from ...train.metrics import steps_to
 from ..publish import color, label
@@ -232,7 +233,7 @@ def _as_runs(finished: Mapping[str, Finished]) -> list[Run]:
     runs = []
     for name, (network, _, _) in drawn(finished).items():
         first = network.runs[0]
-        config = {**asdict(first.run.recipe), "name": first.run.variant, "seed": f"{len(network.runs)} seeds"}
+        config = {**used(asdict(first.run.recipe)), "name": first.run.variant, "seed": f"{len(network.runs)} seeds"}
         end = {"accuracy": {"folded": statistics.fmean(network.final)}} if network.final else {}
         curves = {"val_top1": network.curve}
         runs.append(Run(name, {**config, "environment": first.environment}, end, curves, [], []))

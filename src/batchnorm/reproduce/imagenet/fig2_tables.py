@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from ...report.tables import table
 from ...train.metrics import steps_to
-from .claims import how_it_went, overfits_always, rates_that_train
+from .claims import how_it_went, overfits_always, rates_that_train, show_rates
 from .curves import (
     LEVEL,
     Seeds,
@@ -32,7 +32,7 @@ PAPER = {
     "bn-baseline": ("13.3M", "2.3", "72.7%"),
     "bn-x5": ("2.1M", "14.8", "73.0%"),
     "bn-x30": ("2.7M", "11.5", "74.8%"),
-    "bn-x5-sigmoid": ("", "", "69.8%"),
+    "bn-x5-sigmoid": ("not in the paper", "not in the paper", "69.8%"),
 }
 
 # The table of `on_the_way` has a column for each of these fractions of Inception's best accuracy.
@@ -254,15 +254,13 @@ def rates(finished: Mapping[str, Finished]) -> Section:
 def _rates_text(sweeps: Mapping[str, Seeds]) -> str:
     text = "Final accuracy of the folded network, from one seed per rate."
     for name, seeds in sweeps.items():
-        found = rates_that_train(seeds.runs)
-        if found is None:
+        good = rates_that_train(seeds.runs)
+        if not good:
             continue
-        swept = [one.run.recipe.rate for one in seeds.runs]
-        ends = (min(swept), max(swept))
-        good = "{:g} to {:g}".format(*found)
-        where = (
-            f"every rate tried, {good}" if found == ends else f"rates from {good} (tried: {ends[0]:g} to {ends[1]:g})"
-        )
+        swept = sorted({one.run.recipe.rate for one in seeds.runs})
+        ends, told = (swept[0], swept[-1]), show_rates(good, seeds.runs)
+        some = f"the rate{'s' * (len(good) > 1)} {told} (tried: {ends[0]:g} to {ends[1]:g})"
+        where = f"every rate tried, {told}" if good == swept else some
         text += f" The network {name} reaches at least half of its best accuracy at {where}."
         if len(swept) > 2 and _best_of_sweep(seeds).run.recipe.rate in ends:
             text += f" The best rate {name} is at an end of its sweep, so a rate outside the sweep may be better."

@@ -19,7 +19,7 @@ from .result_files import CROPS, Finished, MemberFiles
 
 
 class ErrorRow(NamedTuple):
-    """One row of Figure 4; an error is None if the paper does not state it."""
+    """One row of Figure 4; an error is None, and a text "-", if the paper does not state it."""
 
     model: str
     resolution: str
@@ -292,4 +292,5 @@ def markdown(
 
 def _line(row: ErrorRow) -> str:
     errors = ("-" if value is None else f"{value:.2%}" for value in (row.top1, row.top5))
-    return f"| {' | '.join((*row[:4], *errors))} |"
+    cells = ("not in the paper" if cell == "-" else cell for cell in (*row[:4], *errors))  # our rows have all values
+    return f"| {' | '.join(cells)} |"

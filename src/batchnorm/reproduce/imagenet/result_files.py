@@ -39,7 +39,7 @@ class Point(NamedTuple):
 
     step: int
     val_top1: float
-    val_top5: float
+    val_top5: float | None  # None if the data has too few classes
     train_loss: float | None
     train_top1: float | None
     val_loss: float | None = None  # missing in older result files
@@ -212,7 +212,7 @@ def curve(records: Sequence[dict[str, Any]]) -> list[Point]:
             right.append(record["train_top1"])
         elif "val_top1" in record and not record.get("final"):
             means = [statistics.fmean(values) if values else None for values in (loss, right)]
-            validation = (record["step"], record["val_top1"], record["val_top5"])
+            validation = (record["step"], record["val_top1"], record.get("val_top5"))
             points.append(Point(*validation, means[0], means[1], record.get("val_loss")))
             loss, right = [], []
     return points

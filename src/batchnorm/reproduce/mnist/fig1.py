@@ -90,7 +90,8 @@ def fig1(options: Fig1) -> Path:
     for run in runs:
         print(run.line())
     for what, paper, plain, normalized in result["paper versus here"][1:]:
-        print(f"{what}: {plain} without BN, {normalized} with BN; the paper: {paper}")
+        told = paper if paper.startswith("not in the paper") else f"the paper: {paper}"
+        print(f"{what}: {plain} without BN, {normalized} with BN; {told}")
     print(f"figure: {options.out / 'fig1.png'}\nreport: {page}")
     return page
 
