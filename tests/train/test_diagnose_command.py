@@ -24,8 +24,7 @@ def test_a_run(run, capsys):
     assert main(["diagnose", str(folder), "--data", str(data), "--batches", "2", "--workers", "0"]) == 0
     out = capsys.readouterr().out
     assert "in 69 batch normalization layers, on 2 batches" in out
-    assert "not checked
-  whether running averages are stale or mix different inputs (5 or more batches" in out
+    assert "not checked\n  whether running averages are stale or mix different inputs (5 or more batches" in out
     assert "instead of" not in out
     assert "optimizer" not in out  # the command makes the run's optimizer
 
