@@ -103,7 +103,7 @@ def activations_after(
 
 def _only_activation(layer: nn.Module, calls: list[TracedCall]) -> tuple[nn.Module | None, str]:
     if not calls:
-        return None, "not called on the example"
+        return None, "the layer is not called on the example"
     if has_hooks(layer):
         return None, "its hooks would see the activation's output"
     modules = set()

@@ -102,5 +102,5 @@ def color(network: bool | str) -> str:
 
 
 def label(batch_norm: bool) -> str:
-    """Return a network's label in pictures."""
+    """Return a network's label in pictures and result files."""
     return "with BN" if batch_norm else "without BN"

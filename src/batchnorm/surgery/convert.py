@@ -66,8 +66,8 @@ def convert(
     activation and the sum into the call of the layer. Activations and sums may be modules, functions, methods or
     operators, in place or not. A module whose forward contains such an activation or sum is traced with ``torch.fx``,
     in evaluation and in training mode, and becomes an instance of a generated subclass of its class. In each call, the
-    new forward checks that the trace is still valid: arguments that are not tensors, attributes, hooks, and the results
-    of checks such as ``x.dim() == 3`` must be the same as during tracing. Otherwise, the original forward runs.
+    new forward checks that the trace is still valid: non-tensor arguments, attributes, hooks, and the results of checks
+    such as ``x.dim() == 3`` must be the same as during tracing. Otherwise, the original forward runs.
 
     The converted network is compared with the original on ``example``: outputs (with and without autocast), running
     statistics, and gradients (if possible, on the first three rows only). ``net`` is not changed. :func:`revert` undoes

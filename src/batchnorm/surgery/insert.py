@@ -51,8 +51,8 @@ def insert(
         net: any network.
         example: a batch; a copy of the network runs on it in evaluation mode and, if possible, in training mode.
         where: the layers to normalize instead of the default layers: a list of names, or a function
-            ``where(name, module)`` that returns True for these layers. The chosen layers must be affine or, with
-            ``placement="after"``, activation modules.
+            ``where(name, module)`` that returns True for these layers. The chosen layers must be affine layers for
+            ``placement="before"``, and activation modules for "after".
         init: "unit" sets gamma = 1 and beta = 0. "identity" computes E[x] and Var[x] from ``batches`` and sets gamma =
             sqrt(Var[x] + eps) and beta = E[x], so that the outputs in evaluation mode do not change.
         batches: the batches for "identity".

@@ -59,7 +59,7 @@ class Recipe:
     local_response: bool = True  # the paper does not say where these layers are, and gives no constants
     """local response normalization"""
     per_activation: tuple[str, ...] = ()  # the paper does not say which layers are its "last hidden layers"
-    """layers that are normalized per activation, named as in the rows of the paper's table"""
+    """names of Inception modules, such as 5b, whose layers are normalized per activation"""
     stem: Literal["separable", "plain"] = "separable"
     """kind of the first convolution"""
     projection: Literal[96, 128] = 96  # the paper's table contradicts itself

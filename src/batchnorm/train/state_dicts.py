@@ -41,7 +41,7 @@ def read_state_dict(path: Path) -> dict[str, Any]:
 
 
 def unwrapped(state: Mapping[str, Any], net: nn.Module) -> dict[str, Any]:
-    """Drop the prefixes of names that DataParallel, DistributedDataParallel and torch.compile add to all names.
+    """Drop the prefixes that DataParallel, DistributedDataParallel and torch.compile add to all names.
 
     >>> list(unwrapped({"module._orig_mod.weight": 0, "module._orig_mod.bias": 1}, nn.Linear(1, 1)))
     ['weight', 'bias']

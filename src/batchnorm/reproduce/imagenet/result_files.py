@@ -145,7 +145,10 @@ class MemberFiles(NamedTuple):
             return "diverged in training"
         if self.probabilities.is_file():
             return None
-        return f"left out of the ensemble: {self.probabilities.name} is missing; add --data DIR to compute it again"
+        return (
+            f"left out of the ensemble: {self.probabilities.name} is missing; add --data DIR (and --runs, if you used"
+            " it) to compute it again"
+        )
 
     def finished(self) -> bool:
         """Return whether the member has been evaluated, or diverged in training."""

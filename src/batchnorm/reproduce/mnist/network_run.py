@@ -228,8 +228,8 @@ def _loss(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
 def finish(net: nn.Sequential, setting: Setting, data: MNIST) -> dict[str, Any]:
     """Return the test accuracy with running averages, with population statistics, and of the folded network.
 
-    A network without batch normalization has only the first of these accuracies. In a network with batch normalization,
-    this function replaces the running averages with population statistics.
+    For a network without batch normalization, return only its test accuracy, under the key "running". In a network with
+    batch normalization, this function replaces the running averages with population statistics.
 
     Paper: Alg. 2, l. 7-12
     """

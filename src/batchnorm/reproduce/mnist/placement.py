@@ -69,7 +69,7 @@ def _verdicts(rows: list[dict[str, Any]]) -> dict[str, bool]:
         name, shapes = before["nonlinearity"], list(before["shapes"].values())[-1]
         for key in ("skewness", "sparsity"):
             less = all(shapes[f"Wu {k + 1}"][key] < shapes[f"u {k}"][key] for k in (1, 2))
-            found[f"{name}, BN before it: Wu has less {key} than u in every layer"] = less
+            found[f"{name}, BN before it: Wu has less {key} than its input u in layers 2 and 3"] = less
         found[f"{name}: BN before it is more accurate than after it"] = before["mean"] > after["mean"]
     return found
 
@@ -99,7 +99,7 @@ def _train(job: tuple[Where, str, Setting]) -> dict[str, Any]:
 
 @torch.no_grad()
 def shapes(net: nn.Sequential, images: Tensor) -> dict[str, dict[str, float]]:
-    """Return the skewness, excess kurtosis and sparsity of each layer's Wu and output u, in evaluation mode.
+    """Return skewness, excess kurtosis and sparsity of each layer's Wu and nonlinearity output u, in evaluation mode.
 
     Paper: Sec. 3.2, "symmetric, non-sparse"
     """
