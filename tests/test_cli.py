@@ -5,9 +5,7 @@ import errno
 import inspect
 import io
 import json
-import os
 import shutil
-import signal
 import subprocess
 import sys
 from contextlib import redirect_stdout
@@ -17,7 +15,7 @@ from typing import get_type_hints
 
 import pytest
 import torch
-from training import SOURCE, striped_folder
+from training import striped_folder
 
 from batchnorm.cli import COMMANDS, main
 from batchnorm.optional_packages import EXTRAS
@@ -281,33 +279,6 @@ def test_every_command_works_without_tyro(ran, tmp_path):
         assert f"usage: batchnorm {command} [-h]" in done.stdout
     assert json.loads(Path("again/recipe.json").read_text())["per_activation"] == ["5a", "5b"]
     assert json.loads(Path("own/recipe.json").read_text())["factory"] == "net.py:classifier"
-
-
-STARTING = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
-CONSOLE_SCRIPT = "import sys; from batchnorm.cli import main; sys.exit(main())"
-
-
-@pytest.mark.parametrize(
-    ("words", "status"),
-    [(["-m", "batchnorm"], 130), (["batchnorm"], 130), (["-c", "import batchnorm"], -signal.SIGINT)],
-    ids=["module", "console script", "import"],
-)
-def test_ctrl_c_while_torch_is_imported(tmp_path, monkeypatch, words, status):
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch/__init__.py").write_text(STARTING)
-    (tmp_path / "batchnorm").write_text(CONSOLE_SCRIPT)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(SOURCE)]))
-    done = subprocess.run([sys.executable, *words], capture_output=True, text=True)
-    assert done.returncode == status
-    assert (done.stderr == "") == (status == 130), "a program that imports the library gets the exception"
-
-
-def test_ctrl_c_after_the_start_raises_keyboard_interrupt(monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(SOURCE))
-    Path("batchnorm").write_text(f"from batchnorm.cli import main; main(['--version']); {STARTING}")
-    done = subprocess.run([sys.executable, "batchnorm"], capture_output=True, text=True)
-    assert done.returncode == -signal.SIGINT
-    assert "KeyboardInterrupt" in done.stderr
 
 
 def default_out(function):

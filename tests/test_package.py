@@ -32,7 +32,6 @@ LAYERS = [
         "arguments",
         "change_report",
         "errors",
-        "interrupts",
         "network_call",
         "network_factory",
         "optional_packages",

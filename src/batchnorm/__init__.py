@@ -46,9 +46,6 @@ the batch norms of ``torch.nn`` without converting the network. In a shell, ``ba
 
 from typing import TYPE_CHECKING, Any
 
-from . import interrupts  # noqa: F401 - before torch is imported
-
-# isort: split
 from . import data, models, ops
 from .adaptation import adapt
 from .diagnosis import diagnose

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple, get_type_hints
 from . import __version__
 from .arguments import call_with
 from .errors import JobsFailedError, sentence
-from .interrupts import raise_keyboard_interrupt
 from .network_factory import UserCodeError
 from .optional_packages import MissingExtraError, check_installed
 
@@ -227,7 +226,6 @@ def main(arguments: list[str] | None = None) -> int:
     The status is 0 on success, 1 if a part of the work failed or the output was closed, 2 for wrong usage or another
     error that the user can fix, and 130 if the command was stopped, for example with Ctrl-C.
     """
-    raise_keyboard_interrupt()
     try:
         status = _run(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()
