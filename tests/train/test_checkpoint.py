@@ -34,6 +34,22 @@ def test_no_checkpoint_is_no_error(tmp_path):
     assert load_latest(tmp_path / "nowhere") is None
 
 
+def test_a_replaced_checkpoint_is_never_incomplete(tmp_path, monkeypatch):
+    final, removed, move = save(tmp_path, 1, MODEL, {"note": "old"}), [], os.rename
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", lambda path, **_: removed.append(path))
+    monkeypatch.setattr(
+        checkpoint.os, "rename", lambda old, new: 1 / 0 if old.name[:8] == ".writing" else move(old, new)
+    )
+    with pytest.raises(ZeroDivisionError):
+        save(tmp_path, 1, MODEL, {"note": "new"})
+    assert load(final).state == {"note": "old"}
+    monkeypatch.undo()
+    save(tmp_path, 1, MODEL, {"note": "new"})
+    assert load(final).state == {"note": "new"}
+    assert final not in removed
+    assert list(tmp_path.iterdir()) == [final]
+
+
 def test_two_are_kept(tmp_path):
     for step in (1, 2, 3, 4):
         save(tmp_path, step, MODEL, STATE)

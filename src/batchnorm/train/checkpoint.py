@@ -59,8 +59,10 @@ def save(folder: Path, step: int, model: dict[str, Tensor], state: dict[str, Any
     """
     safetensors = require("safetensors.torch", "train")
     folder.mkdir(parents=True, exist_ok=True)
-    final, temporary = folder / f"step-{step:09d}", folder / f".writing-{step:09d}"
-    shutil.rmtree(temporary, ignore_errors=True)
+    final = folder / f"step-{step:09d}"
+    temporary, replaced = folder / f".writing-{step:09d}", folder / f".replaced-{step:09d}"
+    for left in (temporary, replaced):
+        shutil.rmtree(left, ignore_errors=True)
     temporary.mkdir()
     # safetensors rejects non-contiguous tensors and tensors that share memory, so copy every tensor.
     tensors = {k: v.detach().cpu().clone(memory_format=torch.contiguous_format) for k, v in model.items()}
@@ -78,12 +80,15 @@ def save(folder: Path, step: int, model: dict[str, Tensor], state: dict[str, Any
             write_atomically(temporary / name, content)
         sync(temporary)
         if final.exists():  # it is a damaged checkpoint that was skipped, or an earlier copy of the final network
-            shutil.rmtree(final)
+            os.rename(final, replaced)
         os.rename(temporary, final)
     except BaseException:
+        if replaced.exists() and not final.exists():
+            os.rename(replaced, final)
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     sync(folder)
+    shutil.rmtree(replaced, ignore_errors=True)
     for old in _newest_first(folder)[KEPT:]:
         shutil.rmtree(old)
     return final
