@@ -108,7 +108,7 @@ def test_the_statistics_of_a_frozen_source_move_again(source, tmp_path):
             "--from {folder}/wide.pt",
             "1 entry with a different shape (0.weight); use the options that it was trained with",
         ),
-        ("--from {folder}/absent.pt", "absent.pt: no such file or directory"),
+        ("--from {folder}/absent.pt", "absent.pt: there is no such run or file"),
         ("--from {folder}", "is not the folder of a run: it holds "),
         ("--from {folder}/unfinished", "unfinished has no final network: its training has not finished"),
         ("--freeze-statistics", "--freeze-statistics needs the statistics of a trained network: add --from"),
