@@ -17,6 +17,7 @@ from pictures import contents, encoded, image_folder, sharded, smooth
 
 import batchnorm as bn
 from batchnorm.data import TooManyCorruptError, open_images
+from batchnorm.data.loader import Prefetcher
 
 SIZES = [(20 + k % 5, 24 - k % 7) for k in range(23)]
 
@@ -109,6 +110,14 @@ def test_two_epochs_at_a_time_are_refused(pictures, workers):
     next(batches.epoch(1))
     with pytest.raises(RuntimeError, match="open the data twice"):
         next(first)
+
+
+def test_a_sequence_that_was_never_read_is_refused_too():
+    read = Prefetcher([10, 11, 12], workers=0, device=torch.device("cpu"))
+    first, second = read([0, 1]), read([1, 2])
+    with pytest.raises(RuntimeError, match="open the data twice"):
+        next(first)
+    assert list(second) == [11, 12]
 
 
 def test_a_batch_split_over_ranks_is_the_batch_of_one_process(pictures):

@@ -432,7 +432,8 @@ def _measure(pair: Pair, modes: tuple[Mode, ...], examples: int, settings: Setti
     if forms:
         yield TURN
         steps = [stock.step, *(form.step for form in forms.values())]
-        limit = None if settings.on_gpu else _limiting_step(pair.stock, images, labels)
+        limited = modes == ("eager",) and not settings.on_gpu
+        limit = _limiting_step(pair.stock, images, labels) if limited else None
         steps += [] if limit is None else [limit]
         rounds = time_rounds(steps, settings.device, settings.seconds)
         rows += [_row(pair, mode, i, stock, form, rounds) for i, (mode, form) in enumerate(forms.items(), 1)]

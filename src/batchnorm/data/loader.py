@@ -132,13 +132,16 @@ class Prefetcher:
             return cast("Iterator[Decoded]", iter(self._loader))
 
     def _guarded(self, answers: Iterator[Decoded], turn: int) -> Iterator[Decoded]:
+        self._check(turn)
         for answer in answers:
             yield answer
-            if turn != self._turn:
-                raise RuntimeError(
-                    "a new epoch was started before this one was finished: to read two epochs at once, open the data"
-                    " twice"
-                )
+            self._check(turn)
+
+    def _check(self, turn: int) -> None:
+        if turn != self._turn:
+            raise RuntimeError(
+                "a new epoch was started before this one was finished: to read two epochs at once, open the data twice"
+            )
 
     def _make_loader(self) -> DataLoader[Decoded]:
         return DataLoader(
