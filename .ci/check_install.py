@@ -23,7 +23,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[1]
 TORCHES = ("2.11.0", "2.12.0", "2.13.0")
 PYTHONS = ("3.11", "3.12", "3.13")
-# The requirements of the regular torch wheel other than CUDA and Triton; a CPU build of torch has only these.
+# The requirements of torch's CPU build: those of the regular wheel, without the CUDA packages and Triton.
 CPU_REQUIRES = ("filelock", "typing-extensions", "setuptools", "sympy", "networkx", "jinja2", "fsspec")
 
 # With --platform, pip chooses the wheels of another machine, but still evaluates environment markers, such as

@@ -2,9 +2,9 @@
 
 python docs/paper_map.py
 
-Each row of the table is one part of the paper. Its tags select the classes and functions that implement this part, by
-name or by text in the ``Paper:`` lines of their docstrings. The row also lists the tests and commands of the part.
-tests/test_docs.py checks that the code, tests and commands exist, and that the page is up to date.
+Each ``Row`` in ``SECTIONS`` is one part of the paper. Its tags select the classes and functions that implement this
+part, by name or by text in the ``Paper:`` lines of their docstrings. The row also lists the tests and commands of the
+part. tests/test_docs.py checks that the code, tests and commands exist, and that the page is up to date.
 """
 
 import ast
@@ -18,7 +18,7 @@ PAGE = ROOT / "docs" / "paper.md"
 
 
 class Row(NamedTuple):
-    """One part of the paper: what it says, the tags that select its code, its tests and its commands."""
+    """One part of the paper: what it says, its tests and commands, and the tags that select its code."""
 
     says: str
     tags: tuple[str, ...] = ()
@@ -420,8 +420,8 @@ def tagged() -> dict[str, str]:
 def belongs(tag: str, name: str, line: str) -> bool:
     """Return whether a tag selects a class or function, given its name and its ``Paper:`` line.
 
-    A tag selects a class or function if it is the name, or if it is a part of the line. If the tag starts with "=", the
-    rest of it must instead equal one of the references in the line, which are separated by "; ".
+    A tag selects a class or function if the tag equals the name or occurs in the line. For a tag that starts with "=",
+    the text after "=" must equal one of the references in the line, which are separated by "; ".
     """
     return tag[1:] in line.split("; ") if tag.startswith("=") else tag in line or tag == name
 

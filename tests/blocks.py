@@ -47,7 +47,7 @@ class Bottleneck(nn.Module):
 
 
 class ConvNorm(nn.Module):
-    """A module for use in other modules; its own forward applies a convolution, a BN and, if given, an activation."""
+    """A child for other modules: its own forward applies a convolution, a BN and an optional activation."""
 
     def __init__(self, activation=None):
         super().__init__()
@@ -154,7 +154,7 @@ class UNet(nn.Module):
 
 
 def fusions_in(net):
-    """Return what the rewritten modules of a network fuse, by the path of the batch normalization."""
+    """Return the fusions in a network's rewritten modules: a dict from the path of each fused BN to its fusions."""
     found = {}
     for path, module in net.named_modules():
         for variant in vars(type(module)).get("_variants", ()):

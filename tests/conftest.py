@@ -86,8 +86,8 @@ def pytest_collect_file():
     """Look for docstring examples in src only.
 
     Without Triton, some modules in src cannot be imported, so pytest is configured to skip such modules when it looks
-    for examples. In a test file, this would hide an import error: the search for examples would leave the partly
-    imported module in sys.modules, where pytest would take it for the whole file and miss its tests.
+    for examples. In test files, this would hide import errors: the search would leave a partly imported module in
+    sys.modules, and pytest would then use that module and miss the tests that were not imported.
     """
     return [collector for collector in (yield) if not isinstance(collector, DoctestModule)]
 

@@ -17,7 +17,7 @@ extern "C" void run(unsigned programs, void** a) {{ launch(programs, [&] {{ {cal
 
 
 def call_of(file, name):
-    """Return the C++ code of a call of the kernel, with arguments of the declared types."""
+    """Return C++ code that calls the kernel with arguments of the declared types."""
     text = file.read_text()
     declared = re.search(rf"__launch_bounds__\([^)]*\) {name}\((.*?)\) {{", text, re.DOTALL)[1]
     types = [" ".join(one.split()).rpartition(" ")[0] for one in declared.split(",")]

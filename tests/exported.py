@@ -29,7 +29,10 @@ def _source(node):
 
 
 def feeding(net, x):
-    """Return, for each activation, the paths of the BN layers that feed it (one of them can fuse it), and its name."""
+    """Return for each activation the paths of the BN layers that feed it, and the activation's name.
+
+    One of these layers can fuse the activation.
+    """
     with warnings.catch_warnings(action="ignore"), torch.no_grad():
         exported = torch.export.export(net.eval(), (x,))
     buffers = exported.graph_signature.inputs_to_buffers

@@ -1,4 +1,4 @@
-"""Test the queries on reports, and their text."""
+"""Test the queries on reports, and the text of reports."""
 
 import pickle
 
@@ -42,7 +42,7 @@ def sites(**actions):
         ),
         (
             VerbReport("fold", (*sites(folded=1, kept=1), Site("x", "kept", "another"))),
-            "fold: 1 of 3 batch norms folded, 2 left for different reasons",
+            "fold: 1 of 3 batch norms folded, 2 left: the reasons differ",
         ),
         (VerbReport("fold", ()), "fold: no batch norms found"),
         (

@@ -94,7 +94,7 @@ def train_with_recomputation(net, x):
 
 
 def as_values(result):
-    """Return the tensors in a result, and in its networks their state; and other things unchanged."""
+    """Return the tensors and strings in a result, and the state dicts of its networks."""
     found = [item for _, item in network_call.walk([("", result)]) if isinstance(item, torch.Tensor | nn.Module | str)]
     return [item.state_dict() if isinstance(item, nn.Module) else item for item in found]
 

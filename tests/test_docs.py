@@ -1,4 +1,4 @@
-"""Test the documentation: its code runs, its commands exist, and the reference and the paper's map are complete."""
+"""Test the documentation: its code runs, its commands exist, and its reference and map of the paper are complete."""
 
 import importlib.util
 import inspect

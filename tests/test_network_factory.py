@@ -1,4 +1,4 @@
-"""Networks by the names that users type."""
+"""Test building networks from the names that users type."""
 
 import sys
 from importlib import import_module

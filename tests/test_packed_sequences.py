@@ -22,7 +22,7 @@ class Layers(nn.Module):
 
 
 class Inside(Layers):
-    """Packs its input, a padded batch, itself."""
+    """Takes a padded batch, and packs it in forward."""
 
     def forward(self, x):
         packed = pack_padded_sequence(x, torch.tensor(LENGTHS), enforce_sorted=False)

@@ -136,7 +136,7 @@ def test_upstream_population_on_a_residual_network():
 
 
 class OneShot:
-    """An iterable, but no iterator, that gives its batches only once; tqdm(generator) is one."""
+    """An iterable that yields its batches only once but is not an iterator, such as tqdm(generator)."""
 
     def __init__(self, batches):
         self.batches = iter(batches)

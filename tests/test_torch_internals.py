@@ -36,7 +36,7 @@ def dotted(node):
 
 
 def imported(tree):
-    """Return the full names of what a file imports from torch or looks up in sys.modules, by the file's own names."""
+    """Map each name that a file imports from torch, or looks up in sys.modules, to its full name in torch."""
     names = {}
     for node in ast.walk(tree):
         match node:
@@ -68,7 +68,7 @@ def names_in(tree):
 
 
 def attributes_in(tree):
-    """Return the private attributes of torch's objects that a file reads, names in a string, or overrides."""
+    """Return the private attributes of torch's objects that a file reads, overrides, or names in a string."""
     known = {name for owner in OWNERS for name in dir(owner) if is_private(name)}
     own = {node.attr for node in ast.walk(tree) if dotted(node)[:1] == ["self"] and isinstance(node.ctx, ast.Store)}
     where = {ast.Attribute: "attr", ast.Constant: "value", ast.FunctionDef: "name"}

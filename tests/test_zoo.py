@@ -3,7 +3,7 @@
 import pytest
 import zoo
 
-# All tests are slow together. The warnings come from timm's and torchvision's code.
+# Together, these tests take long. The warnings come from timm's and torchvision's code.
 pytestmark = [pytest.mark.zoo, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 

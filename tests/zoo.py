@@ -1,6 +1,6 @@
-"""Test that fold and convert keep the results of timm's and torchvision's networks, and count all batch norms.
+"""Test that fold and convert keep the results of timm's and torchvision's networks, and that fold counts all BNs.
 
-Run it as a script for a table: ``python tests/zoo.py --jobs 16 --json zoo.json [NAME ...]``.
+Run this file as a script for a table: ``python tests/zoo.py --jobs 16 --json zoo.json [NAME ...]``.
 """
 
 import argparse

@@ -27,7 +27,7 @@ def adapt(
 
         E[x] <- (K E_new[x] + prior E_old[x]) / (K + prior), and the same for Var[x],
 
-    where K is the number of forward passes, one for each batch of each rank. ``net`` is not changed.
+    where K is the number of batches, summed over all ranks. ``net`` is not changed.
 
     Args:
         net: a trained network, with the statistics of its training data.

@@ -28,7 +28,7 @@ except ImportError:  # use argparse, with the same annotations
         """Stand in for tyro's marker; with argparse, options have no prefix, so there is nothing to do."""
 
     class Suppress:  # type: ignore[no-redef]
-        """Mark an argument that is not an option of the command, so it keeps its default."""
+        """Mark an argument that the command line does not offer; it keeps its default."""
 
     class Positional:  # type: ignore[no-redef]
         """Mark a positional argument."""
@@ -61,7 +61,7 @@ def call_with(words: Sequence[str], function: Callable[..., Any], prog: str, des
         config = (OmitArgPrefixes, TYRO.conf.PositionalMetavarFromFieldName)
         registry = TYRO.constructors.ConstructorRegistry()
         registry.primitive_rule(_optional)
-        # Parse first and call the function later, so that tyro's messages are redirected but not the function's output.
+        # Redirect output only while tyro parses; the function, which is called later, prints as usual.
         bound = function if is_dataclass(function) else wraps(function)(partial(partial, function))
         errors, output = io.StringIO(), _Output()
         try:
@@ -102,7 +102,7 @@ def _without_box(text: str, prog: str) -> str:
             lines.append(f"{prog}: {title[:1].lower()}{title[1:]}" if title else "")
         else:
             lines.append((row[1:-1].removeprefix(" ") if row[:1] in ("│", "|") else row).rstrip())
-    # For an error in a dataclass, tyro names the dataclass, which users do not know.
+    # For an error in a dataclass, tyro names the dataclass. Remove this name, because users do not know it.
     lines = [re.sub(r"^ *Error parsing (?!-)[^:]*: ", "", line) for line in lines]
     return dedent("".join(f"{line}\n" for line in lines if line.strip("╰╯─- ")))
 
@@ -118,7 +118,7 @@ def _without_none(text: str) -> str:
 
 
 def _optional(info: Any) -> Any:
-    """For an optional bool, int, float, str, Path or Literal, return a specification that does not list None.
+    """Tell tyro not to offer None as a value of an optional bool, int, float, str, Path or Literal.
 
     For all other types, return None; tyro then applies its own rules.
     """

@@ -80,7 +80,7 @@ class VerbReport:
     def _why(self, word: str) -> str:
         """Return the reason that all sites with this action share, or say that their reasons differ."""
         (first, *others) = dict.fromkeys(site.reason for site in self.sites if site.action.startswith(word))
-        return f": {first}" if first and not others else " for different reasons" if others else ""
+        return f": {first}" if first and not others else ": the reasons differ" if others else ""
 
     def __str__(self) -> str:
         """Return the summary, the sites that need an explanation, and the notes."""

@@ -269,7 +269,10 @@ def _run(words: list[str]) -> int:
 
 
 def _call(function: Callable[..., object], command: str, words: list[str]) -> None:
-    """Parse ``words`` into the arguments of a function, or into its only argument, a dataclass; call the function."""
+    """Parse ``words`` into the arguments of a function, and call it.
+
+    If the only argument of the function is a dataclass, parse ``words`` into the fields of the dataclass.
+    """
     kinds: list[Any] = [kind for name, kind in get_type_hints(function).items() if name != "return"]
     settings = kinds[0] if len(kinds) == 1 and is_dataclass(kinds[0]) else None
     given: Any = settings or function

@@ -34,8 +34,8 @@ def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     keyword arguments.
 
     Raises:
-        TypeError: if the batch has another type or is an empty tuple or list; pass ``forward=`` to :func:`call` then.
-            Also if the batch is a shape, such as (8, 3, 32, 32), instead of a tensor.
+        TypeError: if the batch has another type, is an empty tuple or list, or is a shape, such as (8, 3, 32, 32),
+            instead of a tensor. For a batch of another type, pass ``forward=`` to :func:`call`.
 
     >>> arguments((torch.zeros(2), "labels"))
     ((tensor([0., 0.]),), {})
@@ -96,7 +96,7 @@ def at_index(index: int, batch: Any) -> Iterator[None]:
         ...
     ValueError: batch at index 3: too few features
     """
-    # If a single batch (images, labels) is passed as batches, the labels fail.
+    # If a single batch (images, labels) is passed as batches, the network is called on the labels and fails.
     labels = index > 0 and isinstance(batch, Tensor) and batch.dim() < 2
     hint = " (if batches is one batch, pass [batch])" if labels else ""
     with _saying(f"batch at index {index}{hint}"):

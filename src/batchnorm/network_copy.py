@@ -28,7 +28,7 @@ def private_copy(net: nn.Module) -> nn.Module:
     """Return a deep copy of the user's network, which can be changed without changing the original.
 
     Raises:
-        TypeError: if this is not a network, or if it is a wrapper (compiled or parallel) around the user's network.
+        TypeError: if ``net`` is not a network, or is a wrapper (compiled or parallel) around the user's network.
         ValueError: if the network cannot be copied, or has lazy layers that are not initialized.
     """
     network_call.check_network(net)
@@ -73,7 +73,9 @@ def _uncopied(net: nn.Module) -> Memo:
 
 
 def copy_with(net: nn.Module, replacements: Mapping[nn.Module, Callable[[Memo], nn.Module]]) -> nn.Module:
-    """Return a copy of the network with some modules replaced; shared modules and tensors stay shared.
+    """Return a copy of the network with some modules replaced.
+
+    Modules and tensors that occur in several places in the network are shared in the same way in the copy.
 
     ``replacements`` maps each old module to a function that takes the memo of ``copy.deepcopy`` and returns the new
     module. In such a function, ``copy.deepcopy(part, memo)`` returns a copy that shares parameters with the rest of the
@@ -98,7 +100,10 @@ def copy_with(net: nn.Module, replacements: Mapping[nn.Module, Callable[[Memo], 
 
 @contextmanager
 def restored(net: nn.Module) -> Iterator[None]:
-    """On exit, restore modules' modes and buffers (as the same tensor objects) and batch normalizations' momentum."""
+    """On exit, restore the modules' modes and buffers, and the momentum of batch normalizations.
+
+    Each buffer is then the same tensor object as before.
+    """
     modes = {m: (m.training, getattr(m, "momentum", None)) for m in net.modules()}
     # Clone all buffers. Version counters do not show which buffers change, because torch's kernels update running
     # statistics without increasing the counters.
@@ -173,7 +178,10 @@ def _fixed_random_numbers(net: nn.Module, seed: int) -> Iterator[None]:
 
 
 def _held(net: nn.Module) -> dict[int, tuple[str, Any]]:
-    """Return {id: (description, object)} for a network's modules and tensors, even in plain lists and objects."""
+    """Return {id: (description, object)} for a network's modules and tensors.
+
+    Modules and tensors in plain lists and objects are included.
+    """
     found: dict[int, tuple[str, Any]] = {}
     waiting: list[tuple[str, nn.Module]] = [("", net)]
     while waiting:

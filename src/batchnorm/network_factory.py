@@ -26,13 +26,15 @@ class UserCodeError(ValueError):
 
 
 def make_network(name: str, classes: int | None = None) -> tuple[nn.Module, Any]:
-    """Build a network by name; return it with the example batch, or with None if the function returns no batch.
+    """Build a network by name, and return it with an example batch or None.
+
+    A user's function may return the network alone, or a pair (network, example batch).
 
     Args:
         name: MODULE:FUNCTION or FILE.py:FUNCTION, a function that builds the network; or torchvision:NAME or timm:NAME,
             a network without pretrained weights. The module may be in the current folder.
-        classes: the number of classes, passed as ``classes=`` if the function has such an argument, and to torchvision
-            and timm as ``num_classes=``; None passes nothing.
+        classes: the number of classes. A function gets it as ``classes=`` if it has such an argument; torchvision and
+            timm get it as ``num_classes=``. If None, nothing is passed.
 
     Raises:
         ValueError: if there is no function or network of this name, or if the function cannot be called with these
@@ -128,7 +130,7 @@ def _from_library(library: str, name: str, classes: int | None) -> nn.Module:
         models = import_module("timm" if library == "timm" else "torchvision.models")
     except ModuleNotFoundError as error:
         raise ValueError(f"{name} needs {error.name}, which is not installed; run: pip install {library}") from error
-    except Exception as error:  # torchvision raises RuntimeError or OSError if it was built for another torch
+    except Exception as error:  # torchvision raises RuntimeError or OSError if it was built for another torch version
         why = str(error).partition("\n")[0]
         raise ValueError(
             f"{library} cannot be imported ({why}): install the versions of torch and torchvision that belong together,"

@@ -78,17 +78,17 @@ def estimate_(
     weighted by its m, and Var[x] = sum(m sigma_B^2) / sum(m - 1). In convolutional layers, m counts locations too.
     Rule "pooled": the mean and the biased variance (divided by N, not by N - 1) of all N samples together.
 
-    All layers except batch normalization run in evaluation mode, so dropout, for example, is off. Batch normalization
-    layers that are frozen (by ``freeze_``, or because they are in evaluation mode inside a network in training mode)
-    keep their statistics and normalize by them. The statistics of ``F.batch_norm`` calls outside batch normalization
-    layers are not estimated; the report lists these calls. Each estimated layer's ``num_batches_tracked`` is set to the
-    number of averaged batches. Nothing else in the network changes, and nothing changes at all if an exception is
-    raised. Call ``estimate_`` once after averaging weights (EMA, SWA), because a network with averaged weights has
-    different statistics.
+    All layers except batch normalization run in evaluation mode, so dropout, for example, is off. Frozen batch
+    normalization layers keep their statistics and normalize by them. A layer is frozen if ``freeze_`` froze it, or if
+    it is in evaluation mode inside a network in training mode. The statistics of ``F.batch_norm`` calls outside batch
+    normalization layers are not estimated; the returned report lists these calls. Each estimated layer's
+    ``num_batches_tracked`` is set to the number of averaged batches. Nothing else in the network changes, and nothing
+    changes at all if an exception is raised. Call ``estimate_`` once after averaging weights (EMA, SWA), because a
+    network with averaged weights has different statistics.
 
     In a distributed run, every rank calls ``estimate_`` on its own batches, and every rank gets the statistics of all
     batches. If the network has synchronized layers, all ranks need the same number of batches. With
-    ``upstream="population"``, the numbers may differ unless a synchronized layer is called several times.
+    ``upstream="population"``, this is necessary only if a synchronized layer is called several times.
 
     Args:
         net: any network with batch normalization layers of this library or of ``torch.nn``.
@@ -101,8 +101,8 @@ def estimate_(
             through the network, and at most one more if the first batch does not reach all layers. With "population"
             and rule "pooled", the result does not depend on how the data is split into batches, unless a layer is
             called several times.
-        forward: a function that takes the network and a batch, and calls the network; needed for batches of any other
-            type.
+        forward: a function that takes the network and a batch, and calls the network; needed for batches of a
+            type that is not listed under ``batches``.
 
     Raises:
         ValueError: if ``rule`` or ``upstream`` is unknown, if there are no layers to estimate, or if ``batches`` is
@@ -309,7 +309,7 @@ def _run(
     observers: list[_Observer],
     functional: _FunctionalCalls,
 ) -> int:
-    """Run the network on all batches while the observers record their layers' moments; return how many batches."""
+    """Run the network on all batches while the observers record their layers' moments; return the number of batches."""
     device, number = network_call.device_of(net), -1
     functional.observers = {observer.layer: observer for observer in observers if observer.own_forward}
     with ExitStack() as stack:

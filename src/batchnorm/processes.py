@@ -41,7 +41,7 @@ class ChildProcess:
 
     @property
     def exit_status(self) -> int | None:
-        """The exit status, -n if signal n killed the process, or None while the process runs."""
+        """The exit status: None while the process runs, and -n if signal n killed it."""
         return self._process.exitcode
 
     def signal(self, name: str) -> None:
@@ -53,7 +53,7 @@ class ChildProcess:
 
 @contextmanager
 def _ignoring_ctrl_c() -> Iterator[None]:
-    """Inside the block, start processes so that they ignore Ctrl-C until they set their own handler.
+    """Make processes that are started inside the block ignore Ctrl-C until they set their own handler.
 
     Otherwise, Ctrl-C would print a traceback from each process that is still importing torch. This works only in the
     main thread; in other threads, nothing changes.
@@ -114,7 +114,7 @@ class Remote(ChildProcess):
         return result
 
     def close(self, patience: float = 10.0) -> None:
-        """End the process; unless it is busy, first give it ``patience`` seconds to exit by itself."""
+        """End the process; if it is not busy, first give it ``patience`` seconds to exit by itself."""
         self._at_exit.cancel()
         self.pipe.close()
         self._process.join(0 if self._busy else patience)

@@ -18,7 +18,7 @@ LINE_EVERY = 30.0
 def progress(items: Iterable[T], label: str, total: int | None = None, unit: str = "") -> Iterator[T]:
     """Yield the items, and show progress on stderr if the loop takes more than a few seconds.
 
-    Lines of text print ``unit``, such as "batch", before the number of items done.
+    In lines of text, ``unit``, such as "batch", precedes the number of items done.
 
     >>> list(progress([1, 2], "counting"))
     [1, 2]
@@ -82,7 +82,7 @@ class Steps:
             self._timer.cancel()
             self._timer.join()
         if self._display is not None:
-            if exc[0] is None:  # the last step is done, and no other step follows
+            if exc[0] is None:  # all steps are done, even if there were fewer than `total`
                 self._display.update(self.label, self.done + 1, total=self.done + 1)
             self._display.__exit__(*exc)
 
@@ -129,13 +129,14 @@ class Display:
         if self.bars is not None:
             self.bars.stop()
         elif exc[0] is None:
-            # Lines about a task are rare, so the last one is usually about an earlier step.
+            # `update` prints at most one line every `self.every` seconds, so a task's last line is usually out of date.
+            # Print the task's final state.
             for name, shown in self._shown.items():
                 if shown.line not in ("", str(shown)):
                     self.say(f"{name}: {shown}")
 
     def add(self, name: str, total: int | None = None, unit: str = "") -> None:
-        """Add a task of ``total`` items; lines of text print ``unit`` before the number of items done."""
+        """Add a task of ``total`` items; in lines of text, ``unit`` precedes the number of items done."""
         task = None if self.bars is None else self.bars.add_task(name, total=total)
         self._shown[name] = _Shown(task, total, f"{unit} " if unit else "")
 

@@ -59,12 +59,12 @@ def verify(
     A forward pass may also create or change buffers, and tensors in other attributes of modules. They are compared like
     the outputs, but the returned error does not include the errors of buffers.
 
-    If ``tolerance`` is None, a finite error that is larger than rounding causes in a shallow network is not yet
-    rejected, because deep networks can amplify rounding. Instead, the networks are compared again in float64. In
+    If ``tolerance`` is None, the error is first compared with the error that rounding causes in a shallow network. Deep
+    networks can amplify rounding, so if the error is larger but finite, the networks are compared again in float64. In
     float64, only the rounding of the new network's weights matters. There is no such rounding if ``same_weights`` is
     true, or if ``make`` can build the network with float64 weights. If the error in float64 is still too large, the
-    weights and buffers of a copy of the original are changed by as much as rounding would change them, to measure how
-    much rounding can change the output. A network that does not run in float64 is compared in its own precision.
+    function measures how much rounding can change the output: it changes the weights and buffers of a copy of the
+    original by as much as rounding would. A network that does not run in float64 is compared in its own precision.
 
     Args:
         old, new, example: the original network, the changed network and a batch.

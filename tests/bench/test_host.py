@@ -1,4 +1,4 @@
-"""Test the benchmark of the CPU time that eager layers take, compared with torch's layers."""
+"""Test the benchmark of the CPU time that this library's eager layers take, compared with torch's."""
 
 import pytest
 import torch

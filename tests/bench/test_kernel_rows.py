@@ -67,7 +67,7 @@ def test_digest_knows_the_kernels_and_which_of_them_a_layer_gets(monkeypatch, tm
         digest.cache_clear()
         found.add(digest(*given))
     digest.cache_clear()
-    assert len(found) == 3 + len(files) - 1  # the digest has no code of schedule.py, only its choice
+    assert len(found) == 3 + len(files) - 1  # the digest covers the choice that schedule.py makes, not its code
     assert provenance("abc")["commit"] == "abc"
 
 

@@ -170,7 +170,7 @@ def test_a_form_with_another_loss_is_not_timed():
     pair = Pair(net, wrong, example, 5, 0.0, "")
     turns = measure(pair, Measurement(4, ("eager",)), SETTINGS)
     with pytest.raises(StopIteration) as end:
-        next(turns)  # not timed, so it ends before it asks for the device
+        next(turns)  # nothing is timed, so measure() ends before it yields TURN
     (row,) = end.value.value
     assert "speedup" not in row
     assert "of step 1 is" in row["failed"]
@@ -209,7 +209,7 @@ def test_intervals_hold_the_median_as_often_as_they_say():
             held += low <= 0 <= high
         assert held >= 940
     assert median_interval([1.0, 3.0]) == (2.0, 1.0, 3.0)
-    # n = 20: P(Binomial(20, 1/2) < 6) is 2.07%, and below 7 it is 5.8%.
+    # The bounds are the sixth values from both ends: P(Binomial(20, 1/2) < 6) is 2.07%, but P(... < 7) is 5.8%.
     assert median_interval(range(20)) == (9.5, 5, 14)
 
 

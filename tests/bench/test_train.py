@@ -13,7 +13,7 @@ from batchnorm.models.bn_inception import pooling
 def test_stock_parts_are_torchs():
     net = STOCK.network(64, torch.device("cpu"))
     norms = [m for m in net.modules() if isinstance(m, nn.BatchNorm2d)]
-    assert len(norms) == 70 - 1  # one for each convolution but the stem's depthwise one
+    assert len(norms) == 70 - 1  # after each convolution, except the depthwise one in the stem
     assert not any(isinstance(m, BatchNorm | pooling.MaxPool2d | pooling.AvgPool2d) for m in net.modules())
 
 

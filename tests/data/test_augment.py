@@ -94,7 +94,7 @@ def test_autocast_rounds_nothing():
 
 
 class Launches(TorchDispatchMode):
-    """Count the calls that would launch a kernel, which views and allocations do not."""
+    """Count the calls that would launch a kernel; views and allocations launch none."""
 
     def __init__(self):
         super().__init__()

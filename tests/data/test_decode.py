@@ -45,7 +45,8 @@ def test_same_pixels_as_pillow(kind, size):
 def test_large_jpegs_are_decoded_at_a_fraction_of_their_size(shrink):
     side = SIZE * shrink
     data = encoded(smooth(side + 40, side + 19), "JPEG", quality=95)
-    box = Box(16, 8, 16 + side, 8 + side)  # aligned with the pixels of the smaller image
+    # The corner is at multiples of 8, so it is also at whole pixels of an image decoded at 1/2, 1/4 or 1/8 of the size.
+    box = Box(16, 8, 16 + side, 8 + side)
     image, _, original = _load(data, lambda w, h: box, SIZE)
     scale = max(s for s in (1, 2, 4, 8) if s <= shrink)
     assert original == (side + 40, side + 19)
@@ -76,7 +77,7 @@ MODES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:Palette images with Transparency:UserWarning")  # from the plain loader
+@pytest.mark.filterwarnings("ignore:Palette images with Transparency:UserWarning")  # raised in plain()
 @pytest.mark.parametrize("mode", MODES)
 def test_every_kind_of_image_becomes_rgb(mode):
     data = MODES[mode](smooth(60, 58))

@@ -401,7 +401,7 @@ def test_decoded_images_are_kept_for_the_next_time(layout, tmp_path):
     assert_same(first.epoch(1), second.epoch(1))
     assert_same(second.epoch(0), open_images(data, **{**options, "decoded": None}).epoch(0))
     changed = next(path for path in sorted(data.rglob("*")) if path.suffix in (".tar", ".jpg", ".png", ".webp"))
-    os.utime(changed, (1, 1))  # as if its images had changed
+    os.utime(changed, (1, 1))  # as if the file had changed
     open_images(data, **options)
     assert len(list(options["decoded"].iterdir())) == 2
     assert file.stat().st_mtime_ns == written

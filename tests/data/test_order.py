@@ -1,4 +1,4 @@
-"""Test that an epoch has each example once, on any number of ranks, and that no training batch has one example."""
+"""Test that an epoch has each example once, on any number of ranks, and that no rank trains on a single example."""
 
 import numpy as np
 import pytest
@@ -47,7 +47,7 @@ def test_no_rank_trains_on_fewer_than_two_examples(n, batch_size, world_size):
     for order in ranks:
         sizes = [len(step(order, 0, k)) for k in range(len(order))]
         assert min(sizes) >= 2
-        # All steps but the last two have full batches, so that they all have one shape.
+        # Only the last two steps may have smaller batches; the others are full, so their batches have one shape.
         assert {order.step_size(k) for k in range(len(order) - 2)} <= {batch_size}
 
 

@@ -1,4 +1,4 @@
-"""Real images, where shared/data has them, from files to normalized batches."""
+"""Test real images from files to normalized batches, if shared/data has them."""
 
 import importlib.util
 import io

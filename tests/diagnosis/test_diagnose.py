@@ -86,7 +86,7 @@ def momentum(net):
 
 def tiny_variance(net):
     with torch.no_grad():
-        net.fc2.weight[2], net.bn2.bias[2] = 0, 1  # with a bias of 0, the ReLU would also be 0
+        net.fc2.weight[2], net.bn2.bias[2] = 0, 1  # with a bias of 0, the feature would also be dead
     bn.estimate_(net, data())
 
 
@@ -227,7 +227,8 @@ def without_bias(net):
 
 UNFREEZE = "unfreeze it with bn.unfreeze_, call bn.estimate_(net, batches), and freeze it again"
 FREEZE = "freeze it with bn.freeze_, which train() does not undo"
-# For each fault: the rule, the path, how the fix begins or ends, and a function that follows it.
+# For each fault: a function that makes a network with this fault, the rule, the path, the end of the advice, and a
+# function that follows the advice.
 REMEDIES = {
     "frozen, stale": (frozen(stale_averages), "stale_averages", "bn2", UNFREEZE, unfreeze_and_estimate),
     "frozen, never updated": (
@@ -256,7 +257,7 @@ REMEDIES = {
     "ours, alone in evaluation mode": (faulty(thaws, change=ours), "thaws", "bn2", FREEZE, convert_and_freeze),
     "a class that convert refuses": (
         *(faulty(subclass, thaws), "thaws", "bn2"),
-        *("override train() of the network, so that it leaves the layer in evaluation mode: bn.convert refuses it",),
+        *("override train() of the network to leave the layer in evaluation mode: bn.convert refuses this layer",),
         overridden,
     ),
     "half frozen": (faulty(half_frozen), "half_frozen", "bn2", FREEZE, convert_and_freeze),
@@ -271,8 +272,8 @@ REMEDIES = {
     "a bias in a trained network": (
         *(faulty(bias=True), "bias_without_effect", "fc1"),
         *(
-            "leave it in this trained network, or subtract it from the running mean, which contains it, and set it to"
-            " None; create the layer of a new network with bias=False",
+            "keep the bias in this trained network, or subtract it from the running mean, which includes it, and set"
+            " the layer's bias to None; in a new network, create the layer with bias=False",
             without_bias,
         ),
     ),
@@ -424,7 +425,7 @@ def test_the_variance_of_features_that_are_constant_on_the_batches_is_unknown():
     bn.estimate_(net, batches := [torch.cat([x[:, :4], torch.zeros(64, 2)], 1) for x in data()])
     first = nn.Sequential(nn.BatchNorm1d(6), net)
     bn.estimate_(first, batches)
-    first[0].running_var[4:] = 0.01  # they vary in the training data
+    first[0].running_var[4:] = 0.01  # these features vary in the training data
     assert "stale_averages" not in rules(first.train(), batches)
 
 

@@ -1,4 +1,4 @@
-"""The crops' boxes against coordinates computed separately, on images whose pixels say where they are."""
+"""Compare crop boxes with coordinates computed separately, on images whose colors encode each pixel's position."""
 
 import io
 import sys
@@ -37,8 +37,8 @@ def views_of(image, crops):
     return [cut_views(level.movedim(-1, 1), crops) for level in cut_squares(image, crops)]
 
 
-# Written down by hand from the protocol: short side 256 (not resized), crops of 224.
-# Center, upper left, upper right, lower left, lower right of each square.
+# Worked out by hand from the protocol: the first pixels of crops of 224 from images that are not resized, because their
+# short side is 256. For each square: center, upper left, upper right, lower left, lower right.
 WIDE_341 = [
     [(16, 16), (0, 0), (32, 0), (0, 32), (32, 32)],  # left square, x from 0
     [(58, 16), (42, 0), (74, 0), (42, 32), (74, 32)],  # center, x from (341 - 256) // 2 = 42

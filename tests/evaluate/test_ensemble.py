@@ -17,7 +17,7 @@ SIZES = [(44, 36), (36, 50), (40, 40), (120, 36), (20, 20), (64, 40)]
 
 
 def by_hand(net, batches):
-    """Average over crops in a loop, one crop at a time; a square image's only square is used for all squares."""
+    """Average over crops in a loop, one crop at a time; a square image has only one square, which is repeated."""
     crops, rows = batches.crops, []
     for k in range(len(batches.source.labels)):
         image = decode(batches.source.read(k))

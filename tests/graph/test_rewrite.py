@@ -45,7 +45,7 @@ def test_copies_are_rewritten_too(net, x, duplicate):
     assert other is not converted
     for m in other.modules():
         if isinstance(m, nn.BatchNorm2d):
-            nn.init.constant_(m.bias, 0.3)  # changes the copy; copy.copy shares the layer
+            nn.init.constant_(m.bias, 0.3)  # copy.copy shares the layers, so this also changes the original
     expected = bn.revert(other)
     torch.testing.assert_close(other(x), expected(x))
 
@@ -88,7 +88,8 @@ def test_a_module_whose_code_has_changed_since_unpickles_as_its_own_class(net, x
 def test_the_digest_of_code_ignores_the_order_of_a_set():
     code = (lambda x: x in {"a", "b"}).__code__
     texts = {_text_of(code.replace(co_consts=(None, frozenset(items)))) for items in ((0, 8), (8, 0))}
-    assert repr(frozenset((0, 8))) != repr(frozenset((8, 0)))  # the order depends on insertion, or on the process
+    # 0 and 8 collide in a small set, so it has the order of insertion; that of strings differs between processes.
+    assert repr(frozenset((0, 8))) != repr(frozenset((8, 0)))
     assert len(texts) == 1
     assert _text_of(code) != _text_of(code.replace(co_consts=(None, frozenset((0, 8)))))
 

@@ -1,4 +1,7 @@
-"""Gradient accumulation does not enlarge BN's batches (pytorch 46516): each forward pass is a batch; reports show m."""
+"""Gradient accumulation does not enlarge BN's batches (pytorch 46516).
+
+Each forward pass is a batch of its own; reports show its size m.
+"""
 
 import copy
 

@@ -1,6 +1,7 @@
-"""fvcore's ``update_bn_stats`` loses the variance next to a large mean, and leaves Dropout on; ``estimate_`` does not.
+"""fvcore's ``update_bn_stats`` loses the variance next to a large mean, and leaves Dropout on.
 
-The tests that call fvcore run only if it is installed. CI does not install it, because its last release is from 2022.
+``estimate_`` does neither. The tests that call fvcore run only if it is installed. CI does not install it, because its
+last release is from 2022.
 """
 
 import pytest

@@ -16,7 +16,7 @@ def test_ghost_is_a_layer_per_group():
     plain = bn.BatchNorm1d(3, activation="relu")
     want = torch.cat([plain(a, residual=b) for a, b in zip(x.split(4), residual.split(4), strict=True)])
     torch.testing.assert_close(layer(x, residual=residual), want)
-    # The running statistics are Alg. 2, l. 10 over the groups.
+    # The running statistics are those of Alg. 2, l. 10, with the groups as batches.
     groups = x.reshape(3, 4, 3, 4)
     torch.testing.assert_close(layer.running_mean, groups.mean((1, 3)).mean(0))
     torch.testing.assert_close(layer.running_var, groups.var((1, 3)).mean(0))

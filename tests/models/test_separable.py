@@ -29,7 +29,7 @@ def test_the_kernels_compose(device, sizes):
 
 @pytest.fixture
 def usable(device, monkeypatch):
-    """Let the interpreter run the kernels as a GPU would."""
+    """Allow interpreted kernels on CPU tensors."""
     if device == "cpu":
         monkeypatch.setattr(separable, "_takes", lambda p, d: True)
     return device

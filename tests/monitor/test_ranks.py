@@ -59,7 +59,7 @@ def test_records_are_of_what_the_layers_computed(probe):
     net = network()
     for layer in (net[1], net[3]):
         layer.statistics = None
-    # Both ranks' first batches together normalize the training batch; the probe is normalized alone.
+    # The training batch is normalized by the statistics of both ranks' first batches, the probe only by its own.
     x = net[0](batches()[0, 0, :4] if probe else batches()[:, 0].flatten(0, 1))
     z = net[1](x, activation="identity")
     own = z if probe else z[:8]

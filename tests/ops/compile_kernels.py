@@ -21,7 +21,8 @@ NUMBERS = (
     *("classes", "pixels", "stride", "rows", "columns", "before", "each", "x_n", "x_c", "x_h", "x_w"),
 )
 POINTERS = {"bits": "u8", "where": "u8", "batches": "i64", "skipped": "i64", "words": "i32"}
-TYPED = ("x", "y", "residual", "dy", "dx", "dresidual", "other", "blocks")  # others, if not in POINTERS, are float32
+# Pointers to the given dtype. A pointer that is neither in POINTERS nor here is to float32.
+TYPED = ("x", "y", "residual", "dy", "dx", "dresidual", "other", "blocks")
 ALONE = {"T": 2, "PHASE": 3, "ALONE": True, "LAST": False, "TREE": False, "TICKET": False}
 MET = {"T": 4, "PHASE": 3, "ALONE": False, "LAST": False, "TREE": False, "TICKET": True}
 MANY = {"T": 4, "PHASE": 3, "ALONE": False, "LAST": True, "TREE": True, "TICKET": True}

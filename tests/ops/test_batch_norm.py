@@ -177,7 +177,7 @@ def test_any_shape_stride_type_and_value(arrangement, dtype, activation, with_re
     x = draw(*stored, dtype=dtype, mean=mean, std=std).permute(inverse)
     x = x[tuple(slice(None, None, s) for s in steps)]
     assert list(x.shape) == shape
-    # The smaller the variance of a few values, the larger the derivative: 1/sqrt(eps) amplifies rounding.
+    # If a channel's few values are almost equal, 1/std is nearly 1/sqrt(eps) and amplifies rounding errors.
     check(x, activation, with_residual, eps=eps, scale=10.0)
 
 

@@ -17,8 +17,8 @@ from batchnorm.ops.cpu.passes import Matrix, Planes, layout_of
 EPS = 1e-3
 LAST, LAST_3D = torch.channels_last, torch.channels_last_3d
 
-# For each strategy: whether to use torch's kernel wherever it is accurate (otherwise, passes.py is used), and how many
-# rows each block of passes.py has.
+# For each strategy: whether to use torch's kernel where it is accurate, and how many rows each block of passes.py has.
+# passes.py runs whatever torch's kernel does not.
 STRATEGIES = {
     "native": (True, 8192),
     "passes": (False, 8192),
@@ -420,5 +420,5 @@ def test_any_shape_stride_type_and_value(name, arrangement, dtype, activation, w
     x = draw(*stored, dtype=dtype, mean=mean, std=std).permute(inverse)[tuple(slice(None, None, s) for s in steps)]
     with pytest.MonkeyPatch.context() as patch:
         choose(patch, name)
-        # The smaller the variance of a few values, the larger the derivative: 1/sqrt(eps) amplifies rounding.
+        # If a channel's few values are almost equal, 1/std is nearly 1/sqrt(eps) and amplifies rounding errors.
         check(x, activation, with_residual, eps=eps, scale=10.0)

@@ -1,4 +1,4 @@
-"""Test memory layouts, plans, and the division by multiplication that the kernels compute offsets with."""
+"""Test memory layouts, plans, and how kernels divide offsets: they multiply by a precomputed number and shift."""
 
 import torch
 from hypothesis import given

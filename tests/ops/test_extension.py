@@ -1,4 +1,7 @@
-"""Test autograd.cpp, which runs training calls without Python; Python functions replace the driver, except on GPUs."""
+"""Test autograd.cpp, which runs training calls without Python.
+
+Except in the tests that need a GPU, Python functions stand in for the CUDA driver.
+"""
 
 import ctypes
 import shutil

@@ -28,7 +28,7 @@ KERNEL, MEMSET, ALLOCATION, LOSSY = 0, 2, 10, 402
 
 
 class Graph:
-    """A graph, and the driver's functions that read and change it."""
+    """A stand-in for a CUDA graph and for the driver's functions that read and change it."""
 
     def __init__(self):
         self.kinds, self.edges, self.priorities, self.fills, self.lossy = {}, set(), {}, {}, set()

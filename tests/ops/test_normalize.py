@@ -1,4 +1,4 @@
-"""Normalization by given statistics in one kernel, and with gradients, against plain operations in float64."""
+"""Compare normalization by given statistics, in one kernel and with gradients, with plain operations in float64."""
 
 from itertools import product
 

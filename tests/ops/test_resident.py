@@ -41,7 +41,7 @@ def test_all_programs_of_a_plan_run_at_the_same_time(itemsize, processors):
 
 
 @pytest.mark.parametrize("shape", [(64, 192, 512, 512), (512, 64, 56, 56), (3, 2048, 7, 7), (4096, 1000, 14, 14)])
-@pytest.mark.parametrize("processors", [4, 16, 132])  # with 16, a part of a GPU
+@pytest.mark.parametrize("processors", [4, 16, 132])  # 16 as in a part of a GPU
 def test_there_are_programs_however_large_a_channel_is(shape, processors):
     for form in (torch.channels_last, torch.contiguous_format):
         g = geometry_of(torch.empty(shape, device="meta", memory_format=form))

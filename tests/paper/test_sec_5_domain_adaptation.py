@@ -29,7 +29,7 @@ def accuracy(net, images, labels):
 
 
 def shifted(images):
-    """Return images of lower contrast, brighter and with noise."""
+    """Return the images with lower contrast, higher brightness and noise."""
     return 0.4 * images + 0.5 + 0.1 * torch.randn(images.shape, generator=torch.Generator().manual_seed(0))
 
 

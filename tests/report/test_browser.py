@@ -32,7 +32,7 @@ addEventListener("load", () => {
 
 
 def ask(page, tmp_path, question, *options, width=1100):
-    """Load the page, evaluate a question in it, and return the answer; the browser must report no problems."""
+    """Load the page, run the JavaScript ``question`` and return its result; the browser must report no problems."""
     text = page.read_text()
     text = text.replace("<head>", "<head>" + ASK % question, 1)
     asked = tmp_path / "asked.html"

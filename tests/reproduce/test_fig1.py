@@ -1,4 +1,4 @@
-"""Test a short run of Figure 1's experiment: its files, stopping and resuming, and the accuracy gap by BN."""
+"""Test a short run of Figure 1's experiment: its files, stopping and resuming, and the accuracy that BN gains."""
 
 import json
 import signal

@@ -164,7 +164,8 @@ def test_it_goes_on_where_it_was_stopped(data, plan, session, tmp_path):
     assert code == 130 or missing == ["far"]  # on a busy machine, the runs may finish before the signal
     assert missing[-1] == "far"
     assert all(list((path.parent / "checkpoints").glob("step-*")) for path in runs)
-    run(data, plan, tmp_path, only=("plain", "normalized"), jobs=2)  # with as many threads as before, for equal bits
+    # With two jobs again, each has as many threads as before, so the results are equal bit for bit.
+    run(data, plan, tmp_path, only=("plain", "normalized"), jobs=2)
     for name in ("plain", "normalized"):
         assert read(tmp_path, name)["curve"] == read(session, name)["curve"]
         assert read(tmp_path, name)["result"]["top1"] == read(session, name)["result"]["top1"]
@@ -352,7 +353,7 @@ runs = [{ name = "faster", recipe = "bn-x5" }]
 
 @pytest.mark.slow
 def test_a_sitting_needs_only_the_result_files_of_the_ones_before(data, tmp_path):
-    """When a sweep is finished, it sets the rates of other runs, in the same session or in a later one elsewhere."""
+    """A finished sweep sets the rates of other runs, also in a later session that has only its result files."""
     plan = tmp_path / "plan.toml"
     plan.write_text(SWEEP)
     run(data, plan, tmp_path / "whole", jobs=2)

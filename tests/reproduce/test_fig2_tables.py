@@ -230,7 +230,7 @@ def test_the_sigmoid_with_bn(results, accuracy, verdict):
 
 
 def test_ten_times_chance_is_not_asked_of_few_classes(results, monkeypatch):
-    monkeypatch.setitem(DATA, "classes", 10)  # chance 0.1; half of the way to 1 is 0.55
+    monkeypatch.setitem(DATA, "classes", 10)  # chance is 0.1, and the midpoint between chance and 1 is 0.55
     assert judged(results.add("bn-x5-sigmoid", {100: 0.56}), "BN-x5-Sigmoid").verdict == "seen"
     assert judged(results.add("bn-x5-sigmoid", {100: 0.54}), "BN-x5-Sigmoid").verdict == "not seen"
 
@@ -311,7 +311,8 @@ def test_rates(results):
         "with BN reaches at least half of its best accuracy at the rates 0.0015 to 0.045 (tried: 0.0015 to 0.15)."
         in found.text
     )
-    # Without BN, 40% is reached at step 800. With BN at rate 0.015, the accuracies are 25% and 50%: also at step 800.
+    # Without BN, the best accuracy is 40%, at step 800. With BN at rate 0.015, the accuracy is 25% at step 400 and 50%
+    # at step 800, so it also reaches 40% at step 800.
     assert "(0.0075 without BN, 0.015 with BN), the network with BN takes 1.0 times fewer" in found.text
     found = rates(sweep(results, WITH, WITHOUT).read())
     assert found.text.endswith("the network with BN never reaches the best accuracy of the network without BN.")
@@ -439,7 +440,7 @@ def test_nothing_is_claimed_of_nothing(results, tmp_path, capsys):
 
 
 def sweeps(results, inception=0.015, baseline=0.03, x5=0.15):
-    """Finish the sweeps of the library's plan with these best rates, and read the plan again."""
+    """Add results for all sweeps of the library's plan, with these rates as the best, and read the plan again."""
     results.plan = read_plan("fig2")
     tops = {"inception": inception, "bn-baseline": baseline, "bn-x5": x5}
     for run in [run for run in results.plan.runs if run.group == "rates"]:
@@ -478,7 +479,7 @@ def test_the_claims_at_every_choice_of_rates(results, tmp_path):
 
 def test_bn_trains_where_inception_fails(results):
     claim = "BN trains at higher rates"
-    sweeps(results)  # not decisive, because rates differ with and without BN
+    sweeps(results)  # decide nothing, because the highest rate tried differs with and without BN
     assert judged(results, claim).verdict == "not run yet"
     of_three(results, "bn-baseline-x5", {400: 0.3})
     assert judged(results, claim).verdict == "not run yet"

@@ -191,7 +191,7 @@ def test_it_goes_on_where_it_was_stopped(data, plan, session, tmp_path):
     code, missing = process.wait(), set(read(tmp_path)["missing"])
     assert missing >= {"ten", "far"}
     assert code == 130 or not missing & set(TWO)  # they may finish before the signal
-    run(data, plan, tmp_path, only=TWO)  # with as many threads as before, for equal bits
+    run(data, plan, tmp_path, only=TWO)  # with as many threads as before, so the results are equal bit for bit
     assert read(tmp_path)["rows"] == read(session)["rows"]
     for name in TWO:
         assert read(tmp_path, name)["weights"] == read(session, name)["weights"]
@@ -215,7 +215,7 @@ def test_finished_runs_are_taken(data, plan, session, tmp_path):
     ours, theirs = read(tmp_path), read(session)
     assert ours["rows"] == theirs["rows"]
     assert ours["missing"] == {}
-    fig4(Fig4(out=tmp_path, plan=plan))  # from the result files of the given runs, not the plan's
+    fig4(Fig4(out=tmp_path, plan=plan))  # lists the given runs, not the plan's members
     assert sorted(map(str, read(tmp_path)["rows"])) == sorted(map(str, theirs["rows"]))
     before = (tmp_path / "results/five.json").stat().st_mtime_ns
     run(data, plan, tmp_path, runs=runs)

@@ -87,7 +87,8 @@ def test_one_process_needs_nothing(service):
 
 
 def test_every_number_of_processes_gets_a_share_that_was_checked():
-    # At 33 percent, which is 2/6 of the multiprocessors, bfloat16 convolutions return NaN, so six processes get 50.
+    # Each of six processes needs 2/6 of the multiprocessors, or 33 percent. At 33 percent, bfloat16 convolutions return
+    # NaN, so each process gets 50.
     assert {share_of(processes) for processes in range(2, 100)} == set(SHARES)
     assert share_of(6) == 50
 
@@ -106,7 +107,7 @@ def test_a_share_that_was_not_checked_is_refused(service, monkeypatch):
 
 
 class Broken(TorchDispatchMode):
-    """Change the results of bfloat16 convolutions after a number of calls, as some shares of a GPU do."""
+    """Make the results of bfloat16 convolutions wrong after a number of calls, as they are at some shares of a GPU."""
 
     def __init__(self, operator, change, after=0):
         super().__init__()

@@ -206,7 +206,7 @@ def test_a_synchronized_layer_of_too_many_dimensions_is_refused():
     net = nn.Sequential(nn.SyncBatchNorm(3), nn.ReLU()).eval()
     site = bn.convert(net, torch.randn(2, 3, 2, 2, 2, 2)).report["0"]
     assert site.action == "refused"
-    assert site.reason == "its input has 6 dimensions, but BatchNorm3d takes at most 5"
+    assert site.reason == "its input has 6 dimensions, but BatchNorm1d, 2d and 3d take at most 5"
 
 
 def test_lazy_layers_become_what_they_are():
@@ -216,7 +216,7 @@ def test_lazy_layers_become_what_they_are():
 
 
 class Loud(nn.BatchNorm1d):
-    """A subclass without its own forward. convert leaves it alone, because its author may rely on the class."""
+    """A subclass without its own forward. convert still refuses it, because a subclass may behave differently."""
 
 
 def parametrized():

@@ -314,7 +314,7 @@ def test_a_difference_names_a_possible_cause(placement):
             return y if type(self.linear) is nn.Linear and type(self.act) is nn.Tanh else 2 * y
 
     x = torch.randn(4, 3)
-    with pytest.raises(ValueError, match="whose type the network's code tests") as error:
+    with pytest.raises(ValueError, match="whose type is checked in the network's code") as error:
         bn.insert(Typed(), x, placement=placement, init="identity", batches=[x])
     assert ("weight or bias" in str(error.value)) == (placement == "before")
 

@@ -70,7 +70,7 @@ class WrongInTraining(nn.Module):
         return OneChannelScaled.apply(x) if self.training else x
 
 
-@pytest.mark.parametrize("seed", range(5))  # with two examples, two of these errors would go unnoticed
+@pytest.mark.parametrize("seed", range(5))  # a check on only two rows would miss the error for two of these seeds
 def test_a_wrong_gradient_of_one_channel_below_maps_of_one_pixel(seed):
     torch.manual_seed(seed)
     old = nn.Sequential(nn.Linear(16, 32), nn.Identity(), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10))

@@ -26,7 +26,7 @@ def test_a_run(run, capsys):
     assert "in 69 batch normalization layers, on 2 batches" in out
     assert "not checked\n  whether running averages are stale or mix different inputs (5 or more batches" in out
     assert "instead of" not in out
-    assert "optimizer" not in out  # the command makes the run's optimizer
+    assert "optimizer" not in out  # the optimizer's checks ran, because the command makes the run's optimizer
 
 
 def test_fewer_batches_than_asked_for(run, capsys):

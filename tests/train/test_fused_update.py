@@ -102,7 +102,8 @@ def test_autograd_refuses_a_graph_that_saved_the_old_weights(device):
 
 @pytest.mark.triton
 def test_no_tensors_need_no_update():
-    FusedUpdate(optimizer_of(drawn(ALIGNED, "cpu")))([])  # only the stem is trained
+    # If only the stem is trained, the first parts of the backward pass compute no weight gradients.
+    FusedUpdate(optimizer_of(drawn(ALIGNED, "cpu")))([])
 
 
 @pytest.mark.triton

@@ -57,7 +57,7 @@ def test_a_run_of_few_images_and_few_classes(data, tmp_path, capsys):
 
 def test_images_that_would_be_enlarged_are_told(data):
     source = open_source(data, "train")
-    assert small_images_note(source, 32) is None  # the images have 36 px
+    assert small_images_note(source, 32) is None  # the images are 36 px wide and high
     # The note advises no size, because not every network takes smaller images.
     assert small_images_note(source, 64) == (
         "in a sample, most images are smaller than --size 64 and will be enlarged; the median short side is 36 px"

@@ -70,8 +70,8 @@ class CpuRow:
     """The measurements of one case; times and ratios are medians over rounds.
 
     ``ratios`` has our time divided by torch's. With ReLU, there are two ratios: one relative to torch with out-of-place
-    ReLU, and one relative to torch with in-place ReLU. ``ratio`` is the first entry of ``ratios``, which must be below
-    ``bar``.
+    ReLU, and one relative to torch with in-place ReLU. ``ratio`` is the first of ``ratios``, and must be
+    below ``bar``.
     """
 
     level: Level
@@ -125,10 +125,10 @@ def cpu(
         out: the result file; in Python, None writes no file. Published result files are in results/.
         threads: number of threads that torch uses.
         rounds: number of rounds, each of which times our code and torch's.
-        seconds: approximate time for our code, and again for torch's, in each round; at least one forward and backward
-            pass is timed.
+        seconds: approximate time spent on each implementation in each round; at least one forward and backward pass is
+            timed.
         levels: "layers" compares this library's layers with torch.nn's; "functions" compares ops.normalize_batch_ with
-            F.batch_norm and F.relu. Unlike F.batch_norm, ops.normalize_batch_ also counts the batches.
+            F.batch_norm and F.relu. Unlike F.batch_norm, ops.normalize_batch_ also updates a count of batches.
     """
     at_least(1, threads=threads, rounds=rounds)
     at_least(0, seconds=seconds)

@@ -31,11 +31,11 @@ def fig1(
     """Time the command ``reproduce fig1`` against a command that runs the same experiment in plain eager PyTorch.
 
     Both commands train with autograd and ``torch.optim.SGD``. The eager command uses batch normalization from
-    ``torch.nn``, trains one network after the other on torch's default number of threads, evaluates every 1,000 steps,
-    and writes no files. The command ``reproduce fig1`` uses batch normalization from this library, trains with one
-    thread per network, evaluates more often at first, monitors the networks, and writes checkpoints, the figure and the
-    report. ``reproduce fig1`` is timed in two forms: with both networks in one process ("one process"), and with one
-    process per network, which is its default ("make run").
+    ``torch.nn``, trains one network after the other with torch's default number of threads, evaluates every 1,000
+    steps, and writes no files. The command ``reproduce fig1`` uses batch normalization from this library, trains with
+    one thread per network, evaluates more often at first, monitors the networks, and writes checkpoints, the figure and
+    the report. ``reproduce fig1`` is timed in two forms: "one process" trains both networks in one process, and
+    "make run" trains each network in its own process, as ``make run`` does.
 
     Args:
         steps: updates per network.

@@ -133,7 +133,7 @@ def _train(job: tuple[Recipe, Options]) -> Result:
 
 
 def _means(results: list[Result]) -> dict[str, Any]:
-    """Return the folded networks' accuracies, their mean and deviation, and the mean accuracy with running averages."""
+    """Return the folded networks' accuracies, with mean and standard deviation, and the mean with running averages."""
     ends, running = [r.top1 or 0.0 for r in results], [r.running_top1 or 0.0 for r in results]
     return {
         "mean": statistics.fmean(ends),

@@ -115,7 +115,7 @@ def host(rounds: int = 11, out: Path = Path("runs/bench/host.json")) -> list[dic
                     f" torch {times[0]:6.1f} us, ours {times[1]:6.1f} us, ratio {ratio:.2f}",
                     flush=True,
                 )
-    bar = Bar("largest ratio of host time to torch.nn's", 1.0, max(row["ratio"] for row in rows), False, len(rows))
+    bar = Bar("largest ratio of our host time to torch.nn's", 1.0, max(row["ratio"] for row in rows), False, len(rows))
     print(bar.line())
     bars = [{**bar._asdict(), "reached": bar.reached}]
     write_result(out, QUESTION, extension=extension.unavailable or "in use", bars=bars, rows=rows)

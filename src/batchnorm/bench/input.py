@@ -1,4 +1,7 @@
-"""How fast are images decoded and cropped, compared with a plain Pillow loader? How many cores does a GPU need?"""
+"""How fast does this library decode and crop images, compared with a plain Pillow loader?
+
+How many CPU cores does it take to decode images as fast as a GPU trains on them?
+"""
 
 from __future__ import annotations
 
@@ -69,7 +72,7 @@ def input_rate(
     gpu_rate: float = 15_000.0,
     out: Path = Path("runs/bench/input.json"),
 ) -> InputRate:
-    """Compare the speed of decoding and cropping with that of a plain Pillow loader, on the same crops.
+    """Compare how fast this library and a plain Pillow loader decode images and cut out the same crops.
 
     The rate of one core is measured in CPU time, so other work on the machine has little effect. The two loaders are
     timed alternately. The workers' rate is measured in elapsed time, and includes the transfer to this process through
@@ -80,7 +83,7 @@ def input_rate(
             photographs and so faster to decode.
         split: the split of the data to use.
         size: height and width of the crops.
-        images: the largest number of images in a timing on one core; they are spread evenly over the data.
+        images: maximum number of images for each timing of one core; the images are spread evenly over the data.
         rounds: number of times each loader is timed.
         workers: number of worker processes.
         gpu_rate: images per second that the GPU consumes.

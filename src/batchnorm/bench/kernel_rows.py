@@ -72,7 +72,7 @@ def short_list() -> list[LayerShape]:
 
 
 def hardware() -> dict[str, Any]:
-    """Describe the hardware, the versions and the method, which must be the same in all sessions of a result file."""
+    """Describe the hardware, the versions and the method, which must be the same for all rows of a result file."""
     return {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -130,7 +130,7 @@ def key_of(layer: LayerShape, channels_last: bool, dtype: torch.dtype, residual:
 
 
 def is_measured(row: dict[str, Any], compiler: str) -> bool:
-    """Return whether a row has the time of ``compiler`` and, unless our kernels were refused, our time.
+    """Return whether a row has the time of ``compiler`` and, unless our kernels failed the error check, our time.
 
     ``compiler`` is "compile" or "compile-max", the two modes of torch.compile.
 

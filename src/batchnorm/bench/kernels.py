@@ -2,9 +2,9 @@
 
     batchnorm bench kernels --out runs/bench/kernels.json
 
-The command times forward and backward passes of BN+ReLU and of BN+add+ReLU, inside CUDA graphs and, except for the
-smallest layers, with data that is not in the cache. It covers the layer shapes of two networks, in NCHW and in NHWC. If
-our kernels compute wrong results for a layer, they are not timed on that layer.
+The command times forward and backward passes of BN+ReLU and of BN+add+ReLU, inside CUDA graphs. Except for the smallest
+layers, the data is not in the cache when a pass starts. The command covers the layer shapes of two networks, in NCHW
+and in NHWC. If our kernels compute wrong results for a layer, they are not timed on that layer.
 
 Each row of the result file has the measurements of one layer in one layout, dtype and operation. Rows that were
 measured with the current kernels are not measured again, so the work can span several sessions. A result file from
@@ -47,8 +47,8 @@ from .kernel_rows import (
 from .kernels_report import bars, draw, line, write
 
 EPS = 1e-5
-# Our kernels are timed only if their relative error ||ours - expected|| / ||expected|| is at most this large: a few
-# rounding errors of the 16-bit dtypes, and more than a hundred of float32.
+# The largest relative error ||ours - expected|| / ||expected|| with which our kernels are still timed. It equals a few
+# rounding errors in the 16-bit dtypes, and more than a hundred in float32.
 ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 6e-3, torch.float16: 1e-3}
 Normalize = Callable[[Tensor, Tensor | None], Tensor]
 
@@ -110,8 +110,8 @@ def check(sets: Sets, p: Parameters, call: Normalize) -> dict[str, float]:
     """Return the relative errors of the output y and of every gradient, on the first set of inputs.
 
     The expected gradients use the ReLU mask of our output, because rounding can change the sign of a value near 0. In
-    float32, the gradient's error from one changed sign would be larger than all of its other errors. A sign that is
-    really wrong still causes an error in y.
+    float32, one changed sign would cause a larger error in the gradients than all other rounding. A sign that is really
+    wrong still causes an error in y.
     """
     x, r, dy = sets.x[0], sets.residual[0], sets.dy[0]
     wide = torch.float64 if x.numel() < 2**25 or x.dtype == torch.float32 else torch.float32

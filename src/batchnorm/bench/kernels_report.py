@@ -19,8 +19,8 @@ from .bars import Bar, geometric_mean
 CHIP = 26.4e6  # bytes that fit into the shared memory of an H200: 200 KB in each of its 132 multiprocessors
 # Passes that move fewer bytes are not compared with the bandwidth limit, because launch overhead dominates their time.
 MOVED = 20e6
-# The number of tensors that a forward and a backward pass move without a residual. ONCE is for passes that read each
-# input once, TWICE for passes that read each input twice.
+# How many tensors a forward and a backward pass move if there is no residual. ONCE is for passes that read each input
+# once, TWICE for passes that read each input twice.
 ONCE, TWICE = (2, 3), (3, 5)
 
 STYLES = {
@@ -88,8 +88,8 @@ def _judged(layout: str, op: str, rows: Sequence[dict[str, Any]]) -> list[Kernel
     def bar(what: str, wanted: float, values: Sequence[float], measured: float | None, at_least: bool) -> KernelBar:
         return KernelBar(layout, op, what, wanted, measured if values else None, at_least, len(values))
 
-    # Leave out a goal for layouts and operations for which memory bandwidth makes it impossible; docs/kernels.md has
-    # the numbers. With a residual, torch.compile's kernels and ours both move one more tensor per pass, so ours cannot
+    # Leave out the goals that memory bandwidth makes impossible for this layout or operation; docs/kernels.md has the
+    # numbers. With a residual, torch.compile's kernels and ours both move one more tensor per pass, so ours cannot
     # be 1.5 times as fast. In NHWC, eager torch moves so few bytes that our kernels cannot be 4 times as fast.
     means = [
         bar("geometric mean of torch.compile over ours", 1.5, compiled, geometric_mean(compiled), True),
@@ -149,7 +149,10 @@ def write(report: dict[str, Any], path: Path) -> None:
 
 
 def draw(report: dict[str, Any], plt: Any) -> Any:
-    """Draw one panel per layout and operation; y = 1 means that each tensor is moved once, at a copy's bandwidth."""
+    """Draw one panel per layout and operation.
+
+    y = 1 means that each tensor is moved once, at the bandwidth that an elementwise kernel reaches.
+    """
     types = [r["dtype"] for r in report["rows"]]
     dtype = "bfloat16" if "bfloat16" in types else types[0]
     panels = sorted({(r["layout"], r["op"]) for r in report["rows"] if r["dtype"] == dtype})

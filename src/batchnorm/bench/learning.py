@@ -156,8 +156,8 @@ def learning(
     Args:
         data: an image folder or tar shards, with the splits train and val.
         network: torchvision:NAME, timm:NAME or MODULE:FUNCTION, with at least as many outputs as there are classes.
-        seeds: seeds of the weights, the order of the images and the crops; the comparison needs several, such as
-            0 1 2.
+        seeds: each seed determines the initial weights, the crops and the order of the images; the comparison needs
+            several seeds, such as 0 1 2.
         size: height and width of the crops.
         batch: images per step.
         epochs: number of epochs of each run.

@@ -219,7 +219,7 @@ def memory(
 
 
 def report(rows: Sequence[PeakMemory], judged: Sequence[PeakMemory] = ()) -> str:
-    """Return the table as text, and say of each row in ``judged`` whether it stays within its limit."""
+    """Return a table of the rows; below it, say for each row in ``judged`` whether it reaches its goal."""
     width = max(len(row.name) for row in rows)
     lines = [f"{'':<{width}} {'peak MB':>9} {'x stock':>8} {'tensors':>9} {'x stock':>8} {'after forward':>14}"]
     for row in rows:

@@ -22,7 +22,7 @@ def monitor(steps: int = 500, rounds: int = 15, out: Path = Path("runs/bench/mon
     """Time an eager training loop of the network of the paper's Section 4.1, with and without a monitor.
 
     Args:
-        steps: updates per round; with the monitor's default every=100, 500 updates give five records.
+        steps: updates in each timed loop; with the monitor's default every=100, 500 updates give five records.
         rounds: number of rounds, each of which times the loop with and without a monitor; results are medians.
         out: the result file; published result files are in results/.
     """

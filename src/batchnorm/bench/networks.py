@@ -201,7 +201,7 @@ def plan(networks: Sequence[str], modes: Sequence[Mode], batches: Sequence[int],
 
 
 def one_per_mode(job: NetworkJob) -> list[NetworkJob]:
-    """Split a job that compiles into one job per batch size and mode; return other jobs unchanged, in a list.
+    """If a job compiles, split it into one job per batch size and mode; otherwise, return a list of this job alone.
 
     The new jobs can compile in parallel, but each of them compiles the stock network again.
 
@@ -345,14 +345,14 @@ def networks(
         modes: eager, graph (the whole step as one CUDA graph), compiled (both networks under torch.compile) and backend
             (the stock network under torch.compile with this library's backend). These four are the default on a GPU;
             eager is the default on a CPU. The modes dynamic, reduce-overhead and max-autotune compile both networks
-            with the option of torch.compile that has this name. The other modes are eager: evaluation, nchw, float32,
+            with the torch.compile option of the same name. The other modes are eager: evaluation, nchw, float32,
             fp16 (with a GradScaler), bf16-weights, checkpoint (activation checkpointing of each stage's blocks),
             accumulate (add the gradients of two half batches), ddp and fsdp2 (in one process).
         batches: batch sizes, by default 256 and 32 on a GPU and 8 on a CPU; a batch size is halved if memory runs out.
         size: height and width of the images; not used if the function returns an example batch.
         device: cpu, cuda, or auto.
-        seconds_per_row: how long to time each network in each mode (compiled and backend together) at each batch size;
-            timing ends sooner once the speedup is known to within 1%, and takes at least six rounds.
+        seconds_per_row: how long to time each network in each mode at each batch size; the modes compiled and backend
+            share this time. Timing ends sooner once the speedup is known to within 1%, but takes at least six rounds.
         minutes: stop after this many minutes and keep the rows measured so far; run the same command again to continue.
         jobs: on a GPU, number of processes; they build and compile networks in parallel, and are timed one at a time.
         cudnn_benchmark: let cuDNN try its algorithms and choose the fastest, which takes a long time.

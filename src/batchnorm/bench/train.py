@@ -8,9 +8,9 @@ replayed as one CUDA graph) of
 - ours: this library's network as ``batchnorm train`` runs it.
 
 Each of these three contenders has one process per batch size, and all processes compile in parallel. The contenders'
-losses on the same weights and images must agree. Then the contenders are timed alternately. Each round gives a ratio of
-two contenders' times; the reported ratio is the median over the rounds. Finally, a profile of "ours" shows where the
-time of a step goes.
+losses on the same weights and images must agree. Then the contenders are timed alternately. In each round, every
+contender's time is compared with those of the two stock networks; the reported speedups are medians over the rounds.
+Finally, a profile of "ours" shows where the time of a step goes.
 """
 
 from __future__ import annotations

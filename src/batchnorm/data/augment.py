@@ -145,7 +145,7 @@ class Augment(Normalize):
             return super().forward(images)
         of_pixel, of_mean, third = draws[:, 1:].unflatten(1, (3, 7)).split((3, 3, 1), dim=2)
         mean = images.mean((2, 3), dtype=torch.float32)
-        # Do not use a matrix product: it would not save launches, and autocast would round its operands.
+        # Do not use a matrix product: it would not save kernel launches, and autocast would round its operands.
         sums = torch.addcmul(third, of_mean, mean[:, None]).sum(2)[:, :, None, None]
         # Allocate y in the images' memory format. Without out=, the first product below would have another format,
         # because it is broadcast from a single channel.
@@ -187,9 +187,9 @@ class Distortions:
         self.strength = strength
         eye, gray = torch.eye(3).double(), torch.tensor(GRAY).double().expand(3, 3)
         components = torch.tensor(COLOR_COMPONENTS).double()
-        # `parts` has one 3 x 7 matrix for each coefficient of y in the class docstring: b, bc and bcs, then b' for each
-        # of the three noise components, then b'c's' for each of them. A matrix has one row per output channel, with
-        # three factors of x, three factors of m and the offset.
+        # `parts` has one 3 x 7 matrix for each coefficient in the class docstring's formula for y: b, bc and bcs, then
+        # b' for each of the three noise components, then b'c's' for each of them. A matrix has one row per output
+        # channel, with three factors of x, three factors of m and the offset.
         parts = torch.zeros(9, 3, 7, dtype=torch.float64)
         parts[0, :, 3:6] = gray
         parts[1, :, :6] = torch.cat([gray, -gray], dim=1)

@@ -59,7 +59,7 @@ def decode_crop(data: bytes, choose: Choose, out: Tensor) -> tuple[int, int]:
 def crop_image(image: Image | Tensor, choose: Choose, out: Tensor) -> None:
     """Crop and resize a decoded image into ``out``, as :func:`decode_crop` does with an image decoded at full size.
 
-    A tensor must be uint8 of shape (3, height, width).
+    An image given as a tensor must be uint8 of shape (3, height, width).
 
     Raises:
         CorruptImageError: if a Pillow image cannot be decoded; the message gives the decoder's reason.
@@ -89,7 +89,7 @@ def _resize(pixels: Tensor, out: Tensor) -> None:
 
 
 def _load(data: bytes, choose: Choose, size: int) -> tuple[Image, Box, tuple[int, int]]:
-    """Return the decoded, perhaps downscaled image, the crop's box in its pixels, and the original width and height."""
+    """Return the decoded image, which may be downscaled, the crop's box in it, and the original width and height."""
     image = require("PIL.Image", "train").open(io.BytesIO(data))
     width, height = image.size
     box = choose(width, height)

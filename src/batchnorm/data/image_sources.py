@@ -143,7 +143,7 @@ class PartSource:
 
 
 def has_split(path: str | Path, split: str) -> bool:
-    """Return whether a folder holds a split, as a folder or as shards."""
+    """Return whether a folder holds a split, as a subfolder or as shards."""
     root = Path(path).expanduser()
     return (root / split).is_dir() or any(root.glob(f"{split}-*.tar"))
 

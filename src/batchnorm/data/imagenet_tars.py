@@ -18,8 +18,8 @@ from .tar import members, read_at
 
 TRAIN_TAR = "ILSVRC2012_img_train.tar"
 VAL_TAR = "ILSVRC2012_img_val.tar"
-# The classes of the validation images are in the authors' file of bounding boxes and in the table of Kaggle's copy. One
-# of these two files is enough.
+# The classes of the validation images are listed in ImageNet's file of bounding boxes, and also in a table that comes
+# with Kaggle's copy of ImageNet. Either file is enough.
 VAL_BOXES = "ILSVRC2012_bbox_val_v3.tgz"
 VAL_TABLE = "LOC_val_solution.csv"
 MAX_ANNOTATION = 2**20  # the maximum number of bytes to read from one image's annotation file

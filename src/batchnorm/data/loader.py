@@ -175,7 +175,7 @@ def _signals_blocked() -> Iterator[None]:
 
 
 def _obey_only_the_parent(worker: int) -> None:
-    """Ignore Ctrl-C in this worker, and any SIGTERM that its parent did not send (on macOS, no SIGTERM is ignored).
+    """Ignore Ctrl-C in this worker and, except on macOS, each SIGTERM that its parent did not send.
 
     Both signals are often sent to the whole process group. A parent may save its work before it exits, and needs its
     workers until then.

@@ -57,8 +57,8 @@ def shard(
         out: the folder to create.
         per_shard: the largest number of images in a shard.
         seed: the seed of the images' random order.
-        short_side: shrink images whose shorter side is longer than this, to JPEGs of quality 95; 256 is enough for
-            crops of 224 px.
+        short_side: shrink images whose shorter side exceeds this many pixels to that size, and store them as JPEGs of
+            quality 95; 256 is enough for crops of 224 px.
 
     Raises:
         FileNotFoundError: if ``folder`` has no images, or has ILSVRC2012_img_val.tar without the classes.
@@ -154,7 +154,7 @@ def _add(tar: tarfile.TarFile, name: str, content: bytes) -> None:
 
 
 def shrink(data: bytes, suffix: str, short_side: int) -> tuple[bytes, str]:
-    """Return an encoded image, shrunk if its shorter side is longer than ``short_side``, and its file's suffix.
+    """Shrink an encoded image if its shorter side exceeds ``short_side``; return the image and its file's suffix.
 
     A shrunk image is a JPEG with the same aspect ratio up to rounding; 8-bit gray stays gray, all else becomes RGB.
     An image that is small enough or cannot be read is returned unchanged; training reports unreadable images.

@@ -24,8 +24,8 @@ def diagnose(
     """Find out what is wrong with a network's batch normalization, and how to fix it.
 
     Copies of the network run on the batches; the network itself is not changed. Each finding names a layer, the reason
-    and a fix. Several findings are judgments, such as how small a batch is too small;
-    :mod:`batchnorm.diagnosis.rules` has the limits.
+    and a fix. Some rules need limits that are a matter of judgment, such as the size below which a batch is too small;
+    :mod:`batchnorm.diagnosis.rules` lists these limits.
 
     In a distributed run, each rank can diagnose the network on its own batches. If the network has synchronized
     layers, all ranks must call ``diagnose``, with the same number of batches.
@@ -34,7 +34,7 @@ def diagnose(
         net: any network with batch normalization layers of this library or of ``torch.nn``.
         batches: about ten to fifty training mini-batches, with the size and augmentation of training. A batch is a
             tensor, a tuple or list whose first item is the input, or a dict of keyword arguments.
-        optimizer: the optimizer of the training, to check which parameters it updates and with which weight decay.
+        optimizer: the optimizer used for training, to check which parameters it updates and with which weight decay.
         forward: a function that takes the network and a batch, and calls the network; needed for batches of any other
             type.
 

@@ -23,7 +23,7 @@ from ..progress import length_of, progress
 
 
 class SingleValueError(Exception):
-    """Raised to skip a batch that has only one value per feature for a layer that normalizes by the batch."""
+    """Raised to skip a batch if a layer would have to compute batch statistics from a single value per feature."""
 
 
 @dataclass(eq=False)
@@ -137,7 +137,7 @@ class Evidence:
     layers: tuple[Layer, ...]
     graph: Graph
     shows_training: bool
-    """Whether the graph is a trace of training mode, in which dropout can be seen."""
+    """Whether the graph was traced in training mode, so that it shows dropout."""
     batches: int
     optimizer: torch.optim.Optimizer | None
 
@@ -151,7 +151,7 @@ def collect(
     """Trace a copy of the network on the first batch, and run another copy on all batches."""
     twin = private_copy(net)
     if isinstance(net, torch.jit.ScriptModule):
-        raise TypeError("the network is scripted or traced: pass the network from before torch.jit.script or trace")
+        raise TypeError("the network is scripted or traced: pass the one that you gave to torch.jit.script or trace")
     iterator = iter(batches)
     first = next(iterator, None)
     if first is None:

@@ -25,7 +25,7 @@ class Finding:
 
 @dataclass(frozen=True, repr=False)
 class Diagnosis:
-    """The findings of :func:`batchnorm.diagnose`, the most serious rules first. ``print`` shows them.
+    """The findings of :func:`batchnorm.diagnose`, grouped by rule, the most serious rule first. ``print`` shows them.
 
     Iterate over a diagnosis to get its findings; ``len`` counts them.
     """

@@ -1,4 +1,4 @@
-"""Steps that repair a layer, chosen by the layer's class and state, so that they are possible and help."""
+"""Describe how to repair a layer. The layer's class and state decide which steps are possible and useful."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from ..surgery.convert import convertible
 from .evidence import Evidence, Layer
 
 LOAD_WEIGHTS = (
-    "load weights from before they had an inf or NaN, for example from a checkpoint, and train on with a lower learning"
-    " rate or with clipped gradients"
+    "load weights without inf or NaN, for example from an earlier checkpoint, and continue training with a lower"
+    " learning rate or with clipped gradients"
 )
 
 
@@ -38,7 +38,7 @@ def freeze(e: Evidence, layer: Layer) -> str:
     """Say how to freeze the layer; ``freeze_`` needs running statistics and layers of this library."""
     if can_be_ours(e, layer):
         return f"{convert(layer)}freeze it with bn.freeze_, which train() does not undo"
-    return "override train() of the network, so that it leaves the layer in evaluation mode: bn.convert refuses it"
+    return "override train() of the network to leave the layer in evaluation mode: bn.convert refuses this layer"
 
 
 def fine_tune(e: Evidence, layer: Layer) -> str:

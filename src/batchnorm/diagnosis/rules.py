@@ -1,4 +1,4 @@
-"""What can be wrong with a network's batch normalization: one function for each problem, and the limits it uses.
+"""The problems that ``diagnose`` looks for: one function for each problem, and the limits that the functions use.
 
 A rule takes the :class:`~batchnorm.diagnosis.evidence.Evidence` and yields the problems that it finds, in the order in
 which they are shown. To add a rule, write its function, add it to ``RULES``, and describe it in docs/diagnose.md.
@@ -31,7 +31,7 @@ FACTOR = 2
 SHARE = 0.02
 """The largest acceptable share of features whose running averages are stale."""
 ERRORS = 3
-"""How many standard errors a gap must exceed, so that it is not due to the choice of batches."""
+"""A gap of at most this many standard errors may be due to the choice of batches."""
 FEW = 5
 """With fewer batches, the standard errors are too uncertain to judge running averages or the means of inputs."""
 SMALL = 16
@@ -56,7 +56,7 @@ def not_finite(e: Evidence) -> Iterator[Problem]:
     bad = [layer for layer, kept in averages.items() if not all(b is None or bool(b.isfinite().all()) for b in kept)]
     in_order = _in_order_of_execution(e)
     first = next((layer for layer in in_order if layer.not_finite), None)
-    # A layer that normalizes by bad running averages in training returns an inf or NaN to the layers after it.
+    # A layer that normalizes by bad running averages in training passes an inf or NaN on to the layers after it.
     before = in_order[: in_order.index(first)] if first is not None else []
     source = next((layer for layer in before if layer in bad and not layer.uses_batch), None)
     if broken:
@@ -81,7 +81,7 @@ def not_finite(e: Evidence) -> Iterator[Problem]:
                 "; to prevent this, train with this library's layers (bn.convert), which do not update their averages"
                 " from a batch with inf or NaN"
             )
-        yield layer.path, "its running averages have an inf or NaN, and so have its outputs in evaluation mode", fix
+        yield layer.path, "its running averages have an inf or NaN, and so do its outputs in evaluation mode", fix
 
 
 def single_value(e: Evidence) -> Iterator[Problem]:
@@ -122,15 +122,15 @@ def stale_averages(e: Evidence) -> Iterator[Problem]:
 def _gaps(layer: Layer, averages: AveragedMoments) -> tuple[float, float, int, int]:
     """Compare running averages with the population.
 
-    Returns the largest gap of the mean, the largest ratio of the variances, how many features are off, and the number
-    of features.
+    Returns the largest gap between the means (in standard deviations) and the largest ratio of the variances, both over
+    the features that are off; then the number of features that are off, and the number of all features.
     """
     undefined = averages.count == averages.batches  # every batch had only one value per feature
     if layer.module.running_mean is None or layer.module.running_var is None or undefined:
         return 0.0, 1.0, 0, 0
     running_mean, running_var = layer.module.running_mean.cpu().double(), layer.module.running_var.cpu().double()
     mean, var = population_statistics(averages, "paper")
-    # A few batches may lack rare values, so their own variance may be near 0.
+    # If there are only a few batches, they may lack rare values, so their variance may be near 0.
     scale = torch.maximum(var, running_var) + layer.module.eps
     others = averages.batches - 1
     # The more features there are, the further the largest of their errors is from 0.
@@ -149,7 +149,7 @@ def _gaps(layer: Layer, averages: AveragedMoments) -> tuple[float, float, int, i
 
 
 def never_updated(e: Evidence) -> Iterator[Problem]:
-    """Find layers whose running averages have their initial values."""
+    """Find layers whose running averages still have their initial values."""
     for layer in e.layers:
         if layer.called and has_initial_statistics(layer.module):
             yield (
@@ -160,7 +160,7 @@ def never_updated(e: Evidence) -> Iterator[Problem]:
 
 
 def thaws(e: Evidence) -> Iterator[Problem]:
-    """Find layers in evaluation mode inside a network in training mode, if ``net.train()`` undoes that."""
+    """In a network in training mode, find layers in evaluation mode that ``net.train()`` would set to training."""
     for layer in e.layers:
         if e.net.training and not layer.module.training and layer.updates:
             yield (
@@ -238,7 +238,7 @@ def different_inputs(e: Evidence) -> Iterator[Problem]:
 
 
 def functional(e: Evidence) -> Iterator[Problem]:
-    """Find batch normalization of activations by code that does not call a registered layer."""
+    """Find code that applies batch normalization to activations without calling a registered layer."""
     names = {
         id(value): layer
         for layer in e.layers
@@ -275,7 +275,7 @@ def dropout_before(e: Evidence) -> Iterator[Problem]:
             yield (
                 layer.path,
                 f"{dropout} comes before it, so the variance of its input differs between training and evaluation",
-                "move the dropout after the last batch normalization; if it stays, call bn.estimate_ after training: it"
+                "move the dropout after the last batch normalization, or call bn.estimate_ after training, which"
                 " estimates the statistics without dropout",
             )
 
@@ -311,7 +311,7 @@ def dead_features(e: Evidence) -> Iterator[Problem]:
             yield (
                 layer.path,
                 f"the ReLU after it is 0 for {dead} of {layer.largest.numel()} features, on all batches",
-                f"{stale}such features do not learn and can be pruned; if they are many, lower the learning rate",
+                f"{stale}such features do not learn and can be pruned; if there are many, lower the learning rate",
             )
 
 
@@ -334,8 +334,8 @@ def bias_without_effect(e: Evidence) -> Iterator[Problem]:
             fix = "create the layer with bias=False"
             if any(n.module.running_mean is not None and not has_initial_statistics(n.module) for n in norms):
                 fix = (
-                    "leave it in this trained network, or subtract it from the running mean, which contains it, and set"
-                    " it to None; create the layer of a new network with bias=False"
+                    "keep the bias in this trained network, or subtract it from the running mean, which includes it,"
+                    " and set the layer's bias to None; in a new network, create the layer with bias=False"
                 )
             yield path, f"'{norms[0].path}' subtracts the mean, and with it the bias of this layer", fix
 
@@ -435,7 +435,7 @@ def unchecked(e: Evidence) -> Iterator[str]:
 
 
 def functional_calls(graph: Graph) -> list[TracedCall]:
-    """Return the calls of F.batch_norm on activations; weight standardization, for example, calls it on weights."""
+    """Return the calls of F.batch_norm on activations, but not those on weights, as in weight standardization."""
     calls = graph.functions("batch_norm", "native_batch_norm")
     return [call for call in calls if call.inputs and graph.follows_input(call.inputs[0])]
 
@@ -445,7 +445,7 @@ def _source(layer: Layer) -> object:
 
 
 def _subtracting(module: nn.Module, call: TracedCall) -> nn.Module | None:
-    """Return the only module that reads a call's output, or None if it cannot subtract the called module's bias.
+    """Return the module that alone reads a call's output and may subtract the called module's bias, or None.
 
     A batch normalization subtracts one mean for each index of dimension 1. So it does not subtract the bias of a Linear
     whose output has more than two dimensions, because that bias differs along the last dimension.
@@ -476,7 +476,7 @@ def _is_dropout(call: TracedCall) -> bool:
 
 
 def _dropouts_before(call: TracedCall) -> Iterator[TracedCall]:
-    """Yield the calls of dropout on the paths that end at a call, up to the batch normalizations before it."""
+    """Follow a call's input back to the batch normalizations before it, and yield the calls of dropout on the way."""
     waiting: list[Value] = call.inputs[:1]
     seen: set[Value] = set()
     while waiting:

@@ -112,7 +112,7 @@ class Graph:
         return value.consumers if value is not None else []
 
     def follows_input(self, value: Value) -> bool:
-        """Return whether a value depends on the input or on another tensor from before the forward pass.
+        """Return whether a value depends on the input or on another tensor that existed before the forward pass.
 
         Parameters and buffers do not count.
         """

@@ -226,7 +226,7 @@ def _digest(kind: type[nn.Module], variants: tuple[Variant, ...]) -> str:
 
 
 def _text_of(constant: Any) -> str:
-    """Return a text of code or of a constant in it, which is the same in every process."""
+    """Return a string for code or for a constant in it; the string is the same in every process."""
     if isinstance(constant, CodeType):
         return repr((constant.co_code, constant.co_names, constant.co_varnames, _text_of(constant.co_consts)))
     if isinstance(constant, tuple):
@@ -258,7 +258,7 @@ def _import(module: str, name: str) -> Any:
 
 
 class Unwatchable(Exception):
-    """Raised for a value that may change unnoticed, so that no condition can check that it is still the same."""
+    """Raised for a value if no condition can check whether it has changed."""
 
 
 def pattern_of(value: Any, seen: dict[int, Tensor]) -> Any:

@@ -89,7 +89,7 @@ def returns_its_input(module: nn.Module) -> bool:
 
 
 def has_initial_statistics(layer: TorchBatchNorm) -> bool:
-    """Return whether a batch normalization layer has running averages with their initial values."""
+    """Return whether a batch normalization layer's running averages still have their initial values."""
     count, mean, var = layer.num_batches_tracked, layer.running_mean, layer.running_var
     initial = mean is not None and var is not None and bool((mean == 0).all() and (var == 1).all())
     return initial and (count is None or not int(count))

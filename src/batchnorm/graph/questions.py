@@ -29,7 +29,7 @@ class Unanswerable(Exception):
 
 
 def stand_in(t: Tensor) -> Tensor:
-    """Return a tensor with the shape, dtype and device of ``t`` that uses only the memory of one element."""
+    """Return a tensor that has the shape, dtype and device of ``t`` but uses only the memory of one element."""
     return torch.empty((), dtype=t.dtype, device=t.device).expand(t.shape)
 
 

@@ -192,7 +192,7 @@ class _Worker:
     """Trace a network's modules in one mode, and find what can be fused.
 
     The trace of a module can open a child, that is, include the calls that the child's forward makes. Whether a child
-    may be opened is known only after the child was traced, so children must be processed before their parents.
+    may be opened is known only after the child has been traced, so children must be processed before their parents.
     """
 
     def __init__(self, net: nn.Module, training: bool, calls: dict[str, Any], is_norm: IsNorm) -> None:
@@ -203,7 +203,7 @@ class _Worker:
 
     def variant(self, path: str, module: nn.Module) -> Variant | None:
         """Return the rewritten forward of a module for this mode, or None if there is nothing to fuse."""
-        patterns = self.calls.get(path, "it is not called in every mode on the example")
+        patterns = self.calls.get(path, "in one of the modes, training or evaluation, it is not called on the example")
         if isinstance(patterns, str):
             raise Untraceable(patterns)
         opened = self._openable_in(path)
@@ -226,7 +226,7 @@ class _Worker:
             matches = matcher.matches()
             if matcher.ends_in_norm() and not has_hooks(module):
                 self.openable.add(module)
-            # If the trace did not open exactly the children that the matches need (see `_crossed`), trace again.
+            # Trace again until the trace opens exactly the children that the matches need (see `_crossed`).
             needed = {p for match in matches for p in _crossed(module, matcher, traced, match)}
             needed = {f"{path}.{p}".lstrip(".") for p in needed}
             if needed == {f"{path}.{p}".lstrip(".") for p in traced.opened}:

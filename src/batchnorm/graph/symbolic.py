@@ -74,7 +74,7 @@ class Traced(NamedTuple):
     opened: list[str]
     """The paths of the children that were traced into: instead of a call of the child, the graph has its code."""
     type_checked: list[str]
-    """The paths of the children whose output's type the code checked."""
+    """The paths of the children whose outputs the code passed to a type check, such as ``isinstance(y, Tensor)``."""
     stacks: dict[str, tuple[str, ...]]
     """For each node's name, the paths of the opened children whose code created the node, outermost first."""
 
@@ -307,7 +307,8 @@ class _Tracer(fx.Tracer):
         node = super().create_node(*args, **kwargs)
         if node.op == "get_attr" and str(node.target).startswith(("_tensor_constant", "_torchbind_obj", "_opaque_obj")):
             raise Untraceable(
-                "its code uses a tensor that is neither computed from its arguments nor itself an attribute of a module"
+                "its code uses a tensor that is not computed from its arguments and is not an attribute of a module,"
+                " for example a global variable or an item of a list"
             )
         self.stacks[node.name] = tuple(self._stack)
         return node
@@ -584,7 +585,7 @@ def is_machinery(name: str) -> bool:
 
 @cache
 def _unrecorded(code: CodeType) -> str:
-    """Return what ``code`` does that torch.fx does not record, such as "has a try statement", or "" if nothing."""
+    """Name a construct in ``code`` that torch.fx does not record, as in "has a try statement"; "" if there is none."""
     before = ""
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("BEFORE_WITH", "LOAD_SPECIAL"):
@@ -612,7 +613,7 @@ def _refuse_unrecorded() -> None:
 
 
 def _modes() -> tuple[Any, ...]:
-    """Return the state of modes, such as autocast, that code may change for some calls and a graph does not record."""
+    """Return the state of modes, such as autocast, whose changes between calls are not recorded in a graph."""
     autocast = [(torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")]
     saving = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast, saving

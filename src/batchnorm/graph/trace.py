@@ -71,7 +71,7 @@ def trace_modes(
 ) -> tuple[list[Graph], tuple[str, ...]]:
     """Trace the network in evaluation mode, and also in training mode if that works on the example.
 
-    Return the graphs, and a note for the report that says why training mode fails, if it does.
+    Return the graphs and, if training mode fails, a note for the report with the reason.
 
     Raises:
         SharedWithOriginalError: if the copy that is traced uses a part of the original network.

@@ -264,7 +264,7 @@ def _write_pt2(net: nn.Module, example: Any, path: Path, dynamic: bool, metadata
 
 
 def _load_pt2(path: Path) -> Callable[[Any], Any]:
-    with warnings.catch_warnings(), torch.device("cpu"):  # torch.export.load fails if the default device is another
+    with warnings.catch_warnings(), torch.device("cpu"):  # torch.export.load needs the CPU as the default device
         warnings.filterwarnings("ignore", "The given buffer is not writable")  # torch 2.11 warns about its own code
         program = torch.export.load(path).module()
 

@@ -67,7 +67,7 @@ def fold(
     normalization layer with a custom forward. Such a forward is traced with ``torch.fx``, and its batch normalization
     becomes a child of the module. A traced forward uses the values that the module's attributes had during the trace.
     A forward is not traced if it assigns to attributes, or if it changes a tensor or a list that the module holds.
-    Python code that is not traced stays the same.
+    Modules that are not traced keep their own Python code.
 
     Args:
         net: any network, in either mode; it is folded in evaluation mode.
@@ -218,8 +218,8 @@ def _notes_on_calls(
         return []
     more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
     return [
-        f"the example does not reach {', '.join(left_out[:3])}{more}, so outputs for inputs that do were not checked"
-        " and may be wrong: fold the network separately for each path"
+        f"the example does not reach {', '.join(left_out[:3])}{more}, so outputs for inputs that take another path"
+        " through the network were not checked and may be wrong: fold the network separately for each path"
     ]
 
 

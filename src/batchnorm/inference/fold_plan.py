@@ -1,4 +1,4 @@
-"""Decide from the observed data flow into which weights each batch normalization can be folded exactly."""
+"""Use the observed data flow to find the weights into which each batch normalization can be folded exactly."""
 
 from __future__ import annotations
 

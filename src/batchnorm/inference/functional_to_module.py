@@ -343,7 +343,7 @@ def _drop_layers(module: nn.Module, graph: fx.Graph, inside: set[nn.Module]) -> 
 def _adopt(module: nn.Module, graph: fx.Graph, before: set[str], twin: nn.Module) -> None:
     """Give the module a class that runs the graph; for a batch normalization, this class derives only from nn.Module.
 
-    ``twin``, the copy of the module on which the graph was traced, has the new children and constants.
+    ``twin`` is a copy of the module. The graph was traced on this copy, which has the new children and constants.
     """
     norm = isinstance(module, TorchBatchNorm)
     after = _attributes_read(graph)

@@ -413,13 +413,13 @@ class BatchNorm1d(BatchNorm, nn.BatchNorm1d):
         device: the device of the parameters.
         dtype: the dtype of the parameters; running statistics are kept in at least float32.
         bias: learn beta; ignored if ``affine`` is False.
-        activation: the nonlinearity g: a name (relu, relu6, leaky_relu, sigmoid, tanh, silu or hardswish) or the
+        activation: the nonlinearity g, as a name (relu, relu6, leaky_relu, sigmoid, tanh, silu or hardswish) or as a
             ``torch.nn`` module for one of these nonlinearities.
         statistics: how to compute training statistics, if not over the batch: ``Sync()``, ``Ghost(size)`` or
             ``Renorm()``.
         on_single: what to do with a training batch that has one value per feature. "error" raises ValueError, and
-            "running" normalizes the batch by the running statistics. With several ranks, a layer
-            with ``Sync`` ignores this option.
+            "running" normalizes the batch by the running statistics. With several ranks, a layer with ``Sync`` ignores
+            this option.
 
     >>> layer = BatchNorm1d(2, activation="sigmoid")
     >>> layer(torch.tensor([[0.0, 1.0], [0.0, 3.0]])).shape

@@ -103,8 +103,8 @@ def _layers(net: nn.Module, verb: str) -> Iterator[tuple[str, BatchNorm]]:
     foreign = [name for name, m in found if not isinstance(m, BatchNorm)]
     if foreign and verb == "unfreeze":
         raise ValueError(
-            f"nothing to unfreeze in {', '.join(foreign)}: only this library's layers can be frozen; if the network has"
-            " such layers too, pass them to unfreeze_ one by one"
+            f"nothing to unfreeze in {', '.join(foreign)}: only this library's layers can be frozen; if the network"
+            " also has layers of this library, pass each of them to unfreeze_"
         )
     if foreign:
         raise ValueError(

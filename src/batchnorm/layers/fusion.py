@@ -66,7 +66,7 @@ def takes_activation(layer: nn.Module) -> bool:
 def activations_after(
     net: nn.Module, graphs: list[Graph], layers: Iterable[nn.Module]
 ) -> tuple[dict[nn.Module, nn.Module], dict[nn.Module, str]]:
-    """Return the activation modules that can be fused, by layer, and the reasons why the other layers have none.
+    """Return the activation module that can be fused into each layer, and why the other layers have none.
 
     In every traced forward pass, the activation must be the only consumer of each of the layer's outputs. A Sequential
     must call the layer and then the activation (identities may come between them), or the network must be a
@@ -115,13 +115,14 @@ def _only_activation(layer: nn.Module, calls: list[TracedCall]) -> tuple[nn.Modu
             if output.escapes:
                 readers.append("untraced code (the caller, a hook or a stored reference)")
             return None, f"its output is read by {' and '.join(readers) or 'nothing'}"
-        # In evaluation mode, dropout for example returns its input, so the consumer is what comes after it.
+        # Modules that return their input unchanged, such as dropout in evaluation mode, are not consumers. Their calls
+        # are in `handed_on`.
         between = [c for c in output.handed_on if not is_plain_identity(c.module)]
         if between:
             return None, f"its output goes to {between[0]}, which cannot be fused"
         if consumer.module is None:
             why = (
-                "which only rewritten code can fuse"
+                "which cannot be fused without rewriting the code that calls it"
                 if plain_name(consumer.name) in _FUNCTIONS
                 else "which cannot be fused"
             )
@@ -167,7 +168,7 @@ def _other_input(
     takers: list[nn.Module],
     held: dict[nn.Module, list[Holder]],
 ) -> str:
-    """Describe a use of the activation on anything but the outputs of ``takers``, or return "" if there is none."""
+    """Describe a use of the activation other than on the outputs of ``takers``, or return "" if there is none."""
     for call in (call for graph in graphs for call in graph.calls_of(activation)):
         producer = call.inputs[0].producer
         if producer is None or producer.module not in takers:

@@ -15,7 +15,7 @@ NORMALIZATIONS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 def own_parameters(norm: nn.Module) -> list[nn.Parameter]:
-    """Return a layer's own parameters, also if they are parametrized, but not those of its other children."""
+    """Return a layer's own parameters, including parametrized ones, but not the parameters of its child modules."""
     return [p for name, p in norm.named_parameters() if "." not in name or name.startswith("parametrizations.")]
 
 
@@ -24,9 +24,9 @@ def param_groups(net: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
 
     Decay on the weights W before a batch normalization only changes their effective step size, since BN((aW)u) = BN(Wu)
     for any a > 0. Decay on gamma and beta changes what the network computes. Gamma and beta are recognized by their
-    layer (batch, instance, layer, group or RMS normalization), not by their shape. Children of such a layer, such as a
-    Linear in a conditional normalization, are decayed. Parameters with ``requires_grad=False`` are left out, and a
-    shared parameter appears once.
+    layer (batch, instance, layer, group or RMS normalization), not by their shape. If such a layer has child modules,
+    for example a Linear in a conditional normalization, their parameters are decayed. Parameters with
+    ``requires_grad=False`` are left out, and a shared parameter appears once.
 
     Args:
         net: any network.

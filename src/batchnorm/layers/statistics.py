@@ -72,8 +72,8 @@ class Ghost:
     ``Ghost`` is ghost batch normalization (Hoffer et al., 2017). A batch of N examples is split into ceil(N / size)
     groups whose sizes differ by at most one. If a group would have only one value per feature, there is one group
     fewer: ``Ghost(2)`` splits 5 examples of shape (C,) into groups of 3 and 2. If a mask leaves a group only one value
-    per feature, the layer's ``on_single`` applies to that group. The library does not look for such groups if the mask
-    is on a GPU, in compiled code, or under torch.func transforms.
+    per feature, the layer's ``on_single`` applies to that group. In compiled code, under torch.func transforms, or if
+    the mask is on a GPU, the library does not look for such groups.
 
     The running variance is updated with sum(m_b var_b) / sum(m_b - 1), the unbiased variance averaged over the groups.
     Here, m_b is the number of values per feature in group b, and var_b is their biased variance. The average leaves out
@@ -192,7 +192,7 @@ def _average(parts: list[Moments]) -> Moments:
     count = torch.where(count > 1, count, 0)  # a group of one value has no unbiased variance
     total = count.sum()
     weight = (count / total.clamp(min=1)).reshape(-1, *[1] * (mean.dim() - 1))
-    # Return the average group size m as the count, because m/(m-1) times the averaged variance is
-    # sum(m_b var_b) / sum(m_b - 1).
+    # `unbiased_var` multiplies the variance by m/(m-1), where m is the count. If m is the average group size, the
+    # product is sum(m_b var_b) / sum(m_b - 1).
     m = total / count.count_nonzero().clamp(min=1)
     return Moments(m, (weight * mean).sum(0), (weight * var).sum(0))

@@ -38,7 +38,7 @@ class LayerCost(NamedTuple):
 
 
 class Description(NamedTuple):
-    """A network's layers in execution order, its parameters and multiply-adds for one image, and its depth.
+    """A network's layers in execution order, its number of parameters, its multiply-adds for one image, and its depth.
 
     ``print(description)`` shows a table of the layers.
 

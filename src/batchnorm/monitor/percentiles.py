@@ -33,13 +33,13 @@ class Monitor:
     at 0, and records those whose number is a multiple of ``every``. It does not see calls of ``net.forward`` or of
     single layers. If your training loop uses them, call :meth:`record` at each step that you want to record. If ``net``
     is compiled, pass the network that ``torch.compile`` returned; passes that are recorded run without compilation.
-    In a distributed run, ranks may have no monitor, or different ones.
+    In a distributed run, not every rank needs a monitor, and the ranks' monitors may differ.
 
     Args:
         net: any network. Nonlinearities are found if they are modules or fused into this library's batch normalization.
-        layers: names of the layers to watch: nonlinearities (their input is recorded) or batch normalizations (their
-            output before a fused nonlinearity is recorded). None watches every nonlinearity or, if none is found, every
-            normalization.
+        layers: names of the layers to watch. For a nonlinearity, the monitor records the input; for a batch
+            normalization, it records the output before any fused nonlinearity. None watches every nonlinearity or, if
+            none is found, every normalization.
         percentiles: the percentiles to record, at least two, in ascending order.
         every: steps between records. Each time there are ``points`` records, every second record is dropped and
             ``every`` doubles, so memory is bounded for a run of any length.
@@ -143,7 +143,7 @@ class Monitor:
         busy, self._busy = self._busy, True
         try:
             with probing(self.net), self._reading(seen):
-                # Call the network inside any wrapper, because DistributedDataParallel would wait for the other ranks.
+                # If the network is wrapped, call the inner network: DistributedDataParallel would wait for other ranks.
                 network_call.call(unwrapped(self.net)[1], batch)
         finally:
             self._busy = busy

@@ -16,7 +16,7 @@ from .taps import unsynchronized
 
 
 def drift(records: Sequence[Record], layer: str, of: Literal["z", "x"] = "z") -> Tensor:
-    """Return how far each unit's distribution moved between consecutive records, in units of its width.
+    """Return how far each unit's distribution moved between consecutive records, relative to its width.
 
     The drift is mean_p |q_p(t) - q_p(s)| / w, where q_p(s) and q_p(t) are the percentiles at consecutive records s
     and t, and w is the distance from the lowest percentile to the highest, averaged over both records. The result has
@@ -45,7 +45,7 @@ def drift(records: Sequence[Record], layer: str, of: Literal["z", "x"] = "z") ->
 
 
 def typical_unit(records: Sequence[Record], layer: str) -> int:
-    """Return the index, among a layer's recorded units, of the unit that has the median total drift.
+    """Return which of a layer's recorded units has the median total drift, as an index.
 
     Args:
         records: a monitor's records, in order.

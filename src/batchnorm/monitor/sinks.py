@@ -60,7 +60,8 @@ class JSONLines:
     """Append one line of JSON per record: ``{"step": 100, "percentiles": {"sigmoid1": {"z": [...], "x": [...]}}}``.
 
     ``x`` is left out if it is the same as ``z``. Numbers are rounded to five significant digits. If the file has
-    records of an earlier run, those from the new run's first step on are removed, and so is an incomplete last line.
+    records of an earlier run, the records at or after the new run's first step are removed. An incomplete last line is
+    removed too.
 
     Args:
         path: the file; its folder is created if needed.
@@ -90,7 +91,7 @@ class JSONLines:
         self._file.flush()
 
     def _cut(self, step: int) -> None:
-        """Remove what an earlier run wrote from ``step`` on, and a last line that it did not finish."""
+        """Remove an earlier run's records at or after ``step``, and an incomplete last line."""
         self._file.seek(0)
         for line in self._file:
             if not line.endswith(b"\n") or json.loads(line)["step"] >= step:

@@ -45,10 +45,10 @@ class Taps:
     """A context manager that calls ``seen(name, z, x)`` each time one of the chosen layers is called.
 
     For a nonlinearity, z is its input. For a batch normalization, z is its output before any fused nonlinearity; if
-    there is one, the layer runs a second time to compute this output. If z is the output of a batch normalization, x is
+    there is one, the input is normalized a second time to compute z. If z is the output of a batch normalization, x is
     the input of that layer; if not, x is z. A layer's second call in one pass is reported as ``name#2``.
 
-    No layer communicates with other ranks more often than without this context manager.
+    This context manager adds no communication between ranks.
     """
 
     def __init__(self, net: nn.Module, names: Iterable[str], seen: Seen) -> None:
@@ -142,7 +142,10 @@ class _Shown(Sync):
 
 @contextmanager
 def _with(module: nn.Module, **attributes: Any) -> Iterator[None]:
-    """Inside the block, give a module other values of plain attributes; they may be new ones."""
+    """Inside the block, set plain attributes of a module.
+
+    On exit, restore the old values, and delete the attributes that the module did not have.
+    """
     kept = {name: vars(module)[name] for name in attributes if name in vars(module)}
     vars(module).update(attributes)
     try:
@@ -182,7 +185,7 @@ def borrowed_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def probing(net: nn.Module) -> Iterator[None]:
-    """Inside the block, run the network without side effects, but with batch statistics if it is in training mode.
+    """Inside the block, the network runs without side effects, but with batch statistics if it is in training mode.
 
     Batch and instance normalizations keep their mode; everything else, such as dropout, runs in evaluation mode.
     Buffers, random number generators and modes are restored at the end. Other ranks need not take part.

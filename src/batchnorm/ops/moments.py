@@ -86,9 +86,9 @@ def merge(parts: Moments) -> Moments:
     """Merge moments, stacked along their first dimension, into the moments of all samples together.
 
     Each part b, such as a mini-batch or the samples of one rank, has the count m_b, the mean mean_b and the variance
-    var_b. The results, where each sum is over b, are m = sum(m_b), mean = sum(m_b mean_b) / m and
-    var = sum(m_b (var_b + (mean_b - mean)^2)) / m. Empty parts (count 0) are ignored, even if their mean or variance is
-    NaN.
+    var_b. The results are m = sum(m_b), mean = sum(m_b mean_b) / m and
+    var = sum(m_b (var_b + (mean_b - mean)^2)) / m, where each sum is over b. Empty parts (count 0) are ignored, even if
+    their mean or variance is NaN.
 
     Args:
         parts: the moments of the parts, stacked.

@@ -47,7 +47,7 @@ def recompute() -> Iterator[None]:
     context applies.
 
     Raises:
-        RuntimeError: in the backward pass, if a tensor that it needs was changed in place after it was saved.
+        RuntimeError: in the backward pass, if a saved tensor has been changed in place.
 
     >>> import batchnorm as bn
     >>> from torch import nn
@@ -123,7 +123,7 @@ class Recomputed:
         self.value = value, _stream(value)
 
     def forget(self) -> None:
-        """Free the value, and reset the count of operations that will read it in the next backward pass."""
+        """Free the value, and expect every operation that saved it to read it again in the next backward pass."""
         self.value, self.left = None, self.readers
 
 

@@ -102,7 +102,7 @@ def _percentiles(run: Run) -> tuple[str, int, list[int], tuple[tuple[float, ...]
 
 
 def _dot(steps: Sequence[int]) -> dict[str, Any]:
-    """Return the options that show a curve of a single point, which has no line."""
+    """Return the options that draw a curve of a single point as a dot, because a line needs two points."""
     return {"marker": "o", "ms": 3} if len(steps) == 1 else {}
 
 
@@ -182,6 +182,6 @@ def _drift_rows(plain: Run, bn: Run) -> list[list[str]]:
     kinds: tuple[Literal["z", "x"], ...] = ("z", "x")
     for of in kinds:
         values = [float(drift(r.percentiles, r.layers[-1], of).sum(0).median()) for r in (plain, bn)]
-        what = f"drift of {names[of]} over the training, in widths of the distribution (last hidden layer, median)"
+        what = f"drift of {names[of]} during training, in widths of the distribution (last hidden layer, median)"
         rows.append([what, quotes[of], *(f"{v:.1f}" for v in values)])
     return rows

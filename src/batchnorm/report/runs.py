@@ -191,8 +191,8 @@ def _place(curve: str) -> int:
 def _recipe(folder: Path) -> dict[str, Any]:
     """Return the settings that a run of ``batchnorm train`` uses, keyed by the names that the page shows.
 
-    The names have spaces instead of underscores. This also renames a recipe's ``batch_norm``: the report treats a run
-    with that key as one of the two networks of Section 4.1, and a run of ``batchnorm train`` is not one of them.
+    The names have spaces instead of underscores, so a recipe's ``batch_norm`` becomes ``batch norm``. Under the key
+    ``batch_norm``, the report would mistake the run for one of the two networks of Section 4.1.
     """
     return {key.replace("_", " "): value for key, value in used(_json(folder / "recipe.json")).items()}
 

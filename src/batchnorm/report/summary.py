@@ -220,7 +220,7 @@ def _rates(r: Result) -> list[str]:
 
 
 def _narrow(row: list[str]) -> list[str]:
-    """Return a row of our Figure 3 with only the columns compared with the paper, and without single seeds' values."""
+    """Shorten a row of our Figure 3: keep the columns that are compared with the paper, and drop each seed's value."""
     return [re.sub(r" \(.*", "", cell) for cell in (*row[:1], *row[2:8])]
 
 

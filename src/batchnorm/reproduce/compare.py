@@ -337,7 +337,8 @@ def _steps(times: float | None, top: tuple[int, float] | None) -> str:
             "Without batch normalization, at least one run diverged before its first validation, so the numbers of"
             " steps cannot be compared."
         )
-    # The final accuracies above use population statistics, so they may be higher than any point of the curves.
+    # Say how the curves were measured: the final accuracies in the verdict use population statistics instead of running
+    # averages, so they may be higher than every point of the curves.
     during = f"During training, validated with running averages, the best mean accuracy without BN is {top[1]:.1%}"
     if times is None:
         return f"{during}; with BN, this accuracy is not reached before the end."

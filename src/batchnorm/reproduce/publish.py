@@ -68,8 +68,9 @@ def publish(
 ) -> dict[str, Any]:
     """Write ``name.json`` and ``name.png`` to ``options.out``, print the result and return the JSON file's content.
 
-    ``verdicts`` maps each statement that follows from the claim to whether the statement holds here, or to None if the
-    runs were too short to tell. ``draw`` takes the JSON content and ``matplotlib.pyplot``, and returns a figure.
+    The keys of ``verdicts`` are statements that follow from the claim. A value is True if the statement holds here,
+    False if it does not, and None if the runs were too short to tell. ``draw`` takes the JSON content and
+    ``matplotlib.pyplot``, and returns a figure.
     """
     name, out = options.name, options.out
     given = {key: value for key, value in asdict(options).items() if key != "out"}

@@ -42,7 +42,7 @@ BY_DIMENSIONS = {2: BatchNorm1d, 3: BatchNorm1d, 4: BatchNorm2d, 5: BatchNorm3d}
 LARGE_ERROR = 0.01
 AMPLIFIED = (
     "on this example, the network amplifies rounding errors, so the relative error is large although the networks are"
-    " the same up to rounding; with more or larger inputs, it is usually smaller"
+    " the same up to rounding; this error is usually smaller with more or larger inputs"
 )
 
 
@@ -225,7 +225,7 @@ def convertible(net: nn.Module, graph: Graph) -> tuple[dict[TorchBatchNorm, type
             if dims in BY_DIMENSIONS:
                 layers[module] = BY_DIMENSIONS[dims]
             else:
-                refused[module] = f"its input has {dims} dimensions, but BatchNorm3d takes at most 5"
+                refused[module] = f"its input has {dims} dimensions, but BatchNorm1d, 2d and 3d take at most 5"
         elif kind is nn.SyncBatchNorm:
             refused[module] = (
                 "not called on the example in evaluation mode, so it is unknown whether it is 1d, 2d or 3d"

@@ -98,9 +98,9 @@ def insert(
     result = copy_with(net, {place.module: partial(_make, place, norm) for place, norm in norms.items()})
     error = None
     if init == "identity":
-        advice = "With where=, leave out each layer whose type the network's code tests"
+        advice = "Use where= to leave out each layer whose type is checked in the network's code"
         if placement == "before":
-            advice += ", or whose weight or bias this code reads without calling the layer"
+            advice += ", or whose weight or bias is read there without a call of the layer"
         error = verify(net, result, example, forward, what="the network with init='identity'", advice=advice)
     done = {}
     for place, norm in norms.items():
@@ -195,8 +195,8 @@ def _set_from(place: Place, norm: BatchNorm, accumulator: MomentAccumulator) -> 
         norm.running_mean.copy_(moments.mean - bias.reshape(-1, *[1] * (moments.mean.dim() - 1)))
         norm.running_var.copy_(moments.var + moments.mean_spread)
         norm.bias.copy_(moments.mean)
-        # Compute gamma from the stored variance, which was rounded when it was stored, because evaluation also divides
-        # by the square root of the stored variance.
+        # Compute gamma from the rounded variance in the buffer, because evaluation divides by the square root of this
+        # variance.
         norm.weight.copy_(torch.sqrt(norm.running_var.double() + norm.eps))
 
 

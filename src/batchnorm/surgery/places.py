@@ -19,7 +19,7 @@ FUNCTIONAL = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_
 # children.
 BYPASSING = (nn.TransformerEncoderLayer,)
 SCALING = frozenset({"mul", "div", "truediv", "multiply", "divide"})
-# Calls that are replayed to find the dimension that holds the features in their outputs. Some of them, such as clone,
+# Calls that are replayed to find out which dimension of their outputs holds the features. Some of them, such as clone,
 # never change this dimension. Pixel and channel shuffles are not replayed: they keep the features in dimension 1.
 REARRANGING = frozenset({"mean", "stack", "chunk", "split", "unbind", "narrow", "select", "getitem"}) | MOVING
 REARRANGING -= {"pixelshuffle", "pixelunshuffle", "channelshuffle"}
@@ -121,7 +121,7 @@ def affine_places(net: nn.Module, graphs: list[Graph]) -> Iterator[Candidate]:
     Also yield candidates whose ``place`` is None, for the functions and layers that ``insert`` always skips.
     """
     names = {module: name for name, module in net.named_modules()}
-    graph = graphs[-1]  # of training mode if there is one, because auxiliary heads may run only in training
+    graph = graphs[-1]  # in training mode if it could be traced, because auxiliary heads may run only in training
     bypassing = [m for m in names if isinstance(m, BYPASSING)]
     seen: set[nn.Module] = set()
     for call in graph.calls:

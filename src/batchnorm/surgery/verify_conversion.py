@@ -59,11 +59,11 @@ def _compare_gradients(old: nn.Module, new: nn.Module, example: Any, forward: Fo
     """Compare the gradients of all parameters in float64; the loss is a randomly weighted sum of the outputs.
 
     To save time, only the first ROWS rows of the example are used. The whole example is used if the original fails on
-    these rows, or if some rewritten code does not run on them.
+    these rows, or if a rewritten module runs its original code on them.
     """
     few = _first_rows(example)
     if unused(new, few, forward, training):
-        few = example  # some rewritten code does not run on the first rows
+        few = example  # on the first rows, a rewritten module runs its original code
     for batch in (few, example):
         try:
             was, example = _gradients(old, batch, forward, training), batch

@@ -27,8 +27,8 @@ def diagnose(
 ) -> None:
     """Print what is wrong with the batch normalization of a finished run, where, and how to fix it.
 
-    The run's network, with its batch normalization, runs on batches of its training data, augmented as in training. For
-    other networks, use bn.diagnose in Python.
+    The run's network, before folding, is called on batches of its training data, augmented as in training. For other
+    networks, use bn.diagnose in Python.
 
     Args:
         run: a folder written by batchnorm train.

@@ -20,8 +20,8 @@ LOCK_FILE = "train.lock"
 def locked(folder: Path) -> Iterator[None]:
     """Lock a run's folder during the ``with`` block, so that no other process trains in it.
 
-    The operating system releases the lock however the process ends, so a killed run can be resumed at once. Locks may
-    be unreliable on a network file system.
+    The operating system releases the lock when the process ends, even if it is killed, so a killed run can be resumed
+    at once. Locks may be unreliable on a network file system.
 
     Args:
         folder: the run's folder. A missing folder is created, and removed at the end if it is still empty.

@@ -29,9 +29,9 @@ from .resume import RunState, claim_folder, resume_, save_state
 from .state_dicts import start_from_
 from .step import TrainStep, make_optimizer
 
-# With several ranks, check every this many steps whether any rank received a stop signal. Each check is an all-reduce.
+# With several ranks, the number of steps between checks for a stop signal on any rank. Each check is an all-reduce.
 AGREE_EVERY = 10
-# The time left is estimated from the time that passes between these two steps, counted from this process's first step.
+# The time left is estimated from how long this process takes from its 10th to its 100th step.
 TIMED = (10, 100)
 
 

@@ -217,7 +217,7 @@ def open_runs(folders: Sequence[Path], *, trust: bool = False) -> dict[str, Save
     if len(sizes) > 1:
         (a, first), (b, second), *_ = sizes.items()
         raise ValueError(
-            f"{first} takes images of {a} px, but {second} takes images of {b} px: evaluate them one at a time"
+            f"{first} takes images of {a} px, but {second} takes images of {b} px: evaluate each run separately"
         )
     if len({run.folder.resolve() for run in opened}) < len(opened):
         raise ValueError("a run is given twice and would count twice in the mean: give each run once")
@@ -241,7 +241,7 @@ def open_for(
     shares = {run.recipe.validate for run in runs.values()}
     if split == "val" and shares != {0.0} and not has_split(data, "val"):
         if len(shares) > 1:
-            raise ValueError("the runs held out different images (--validate differs): evaluate them one at a time")
+            raise ValueError("the runs held out different images (--validate differs): evaluate each run separately")
         _, split = training_splits(data, shares.pop())
     return open_squares(
         data,
@@ -256,7 +256,10 @@ def open_for(
 
 
 def loaders(runs: dict[str, SavedRun], batches: SquareBatches) -> dict[str, Callable[[], nn.Module]]:
-    """Return, for each run's name, a function that loads its network (channels last if the batches are on a GPU)."""
+    """Return a function for each run, by name, that loads the run's network.
+
+    The network is in the channels-last layout if the batches are on a GPU.
+    """
     return {name: partial(_load, run, batches) for name, run in runs.items()}
 
 

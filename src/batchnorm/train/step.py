@@ -86,9 +86,9 @@ class Shadows:
             copy.requires_grad_()
         self.trained = list(trained.values())
         self.used = [self.copies.get(name, p) for name, p in trained.items()]
-        # List all names of each replaced parameter for functional_call(), which `run` calls with tie_weights=False.
-        # With tie_weights=True, functional_call() would find all names itself, but modules with several names would
-        # keep the copies after the call.
+        # A shared parameter has several names. List all of them, because `run` calls functional_call() with
+        # tie_weights=False. With tie_weights=True, functional_call() would find the names itself, but a module that has
+        # several names would keep the copies after the call.
         copy_of = {id(p): self.copies[name] for name, p in chosen.items()}
         self._replaced = {
             f"{path}.{name}".lstrip("."): copy_of[id(p)]
@@ -99,7 +99,10 @@ class Shadows:
         self._updates: list[FusedUpdate] = []
 
     def _join(self, net: nn.Module, names: dict[int, str]) -> None:
-        """If a module concatenates kernels, make their copies adjacent in memory, so that no data is copied."""
+        """If a module concatenates convolution kernels, make their copies adjacent in memory.
+
+        Concatenating the copies then moves no data.
+        """
         for module in net.modules():
             kernels = module.joined_kernels() if isinstance(module, InceptionModule) else []
             joined = [names.get(id(kernel), "") for kernel in kernels]
@@ -185,8 +188,8 @@ class TrainStep:
         cast_once: keep bfloat16 copies of convolution and linear weights, and update many copies at once in each
             step, instead of casting each weight when it is used. This takes fewer kernel launches; the results are the
             same up to rounding. The option has no effect without ``bf16`` or with several processes.
-        graph: capture the whole step as a CUDA graph. If the network is not compiled, the branches of its Inception
-            modules then run in parallel and, with ``cast_once``, weight gradients are computed on other streams.
+        graph: capture the whole step as a CUDA graph. In a network that is not compiled, this also runs the branches
+            of Inception modules in parallel and, with ``cast_once``, computes weight gradients on separate streams.
         batch: the number of examples in this rank's part of a full batch. A batch of another size, such as an epoch's
             last batch, runs without the graph and, in a single process, without compilation. None means that all
             batches have the same size.
@@ -261,10 +264,13 @@ class TrainStep:
         self.sums += torch.stack([loss.double() * len(labels), right, torch.full_like(right, len(labels))])
 
     def _share(self, labels: Tensor) -> Tensor | float:
-        """Return a weight for this rank's mean loss; the ranks' weighted losses average to the overall mean loss."""
+        """Return the factor by which this rank's mean loss is multiplied.
+
+        The mean of the products over the ranks is the mean loss over all examples.
+        """
         if self.ranks.world_size == 1:
             return 1.0
-        # Use float64, so that a weight such as 2/3 is not rounded to float32.
+        # Use float64, so that a factor such as 2/3 is not rounded to float32.
         total = self.ranks.sum_(torch.full((), len(labels), dtype=torch.float64, device=labels.device))
         return len(labels) * self.ranks.world_size / total
 

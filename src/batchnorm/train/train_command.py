@@ -137,7 +137,7 @@ def check_before_training(recipe: Recipe, options: Options) -> tuple[int, str | 
         raise ValueError("--graph True captures CUDA graphs, but this run is on the CPU: remove that option")
     if options.tensorboard:
         check_installed("tensorboard")
-    # Listing the images may take long, so first check everything else.
+    # Listing the images may take a long time, so check everything else first.
     splits = training_splits(options.data, recipe.validate)
     if recipe.start and not Path(recipe.start).expanduser().exists():
         raise FileNotFoundError(f"--from {recipe.start}: there is no such run or file")
@@ -165,7 +165,7 @@ def describe(
 
     Args:
         network: the network to describe; inception is the only choice.
-        recipe: the run of the paper whose network to describe.
+        recipe: the paper's run whose network is printed.
         classes: number of classes.
         size: height and width of the images.
         stem: kind of the first convolution.

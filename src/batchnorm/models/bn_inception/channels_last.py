@@ -65,7 +65,8 @@ class ColumnTiles:
         self.columns = 16 * self.THREADS // itemsize // self.channels  # each thread handles 16 bytes per row of windows
         self.slices = up(c, self.channels)
         blocks = up(n * width, self.columns)
-        # With more rows per unit, fewer rows of pixels are read twice, but too few units would not fill the GPU.
+        # With more rows per unit, fewer rows of pixels are read twice. But there are also fewer units, and too few
+        # units would not fill the GPU.
         rows = max(1, min(8, blocks * self.slices * height // 2048))
         share = up(height, up(height, rows))
         self.units = blocks * up(height, share)

@@ -77,10 +77,10 @@ def _vectors(bn: BatchNorm2d) -> list[tuple[dict[str, Tensor | None], tuple[str,
 def normalize_together(parts: Sequence[Part], *sources: Tensor) -> tuple[Tensor, ...]:
     """Run the layers of all parts and return their outputs; :func:`can_join` must accept the layers and tensors.
 
-    With batch statistics, at most four parts are supported. Each launch processes all parts, but if the inputs are
-    large, the forward pass normalizes one part at a time. The running averages are updated, except when activation
-    checkpointing recomputes the forward pass. In evaluation, each part is normalized separately, by its layer's running
-    averages.
+    With batch statistics, at most four parts are supported. Each kernel launch processes all parts. If the inputs are
+    large, however, the forward pass processes one part after the other. The running averages are updated, except when
+    activation checkpointing recomputes the forward pass. In evaluation, each part is normalized separately, by its
+    layer's running averages.
     """
     sources = tuple(s.contiguous(memory_format=torch.channels_last) for s in sources)
     if not parts[0].bn.uses_batch_statistics:

@@ -50,8 +50,8 @@ def normalize_and_pool(bn: BatchNorm2d, x: Tensor) -> Tensor:
 
     The running averages are updated, except when activation checkpointing recomputes the forward pass.
 
-    If several values of ReLU(BN(x)) in a window round to the window's maximum, the gradient goes to the pixel with
-    the largest x, or with the smallest x if gamma is negative.
+    After rounding, the maximum of ReLU(BN(x)) in a window may occur at several pixels. In that case, the gradient goes
+    to the pixel with the largest x or, if gamma is negative, with the smallest x.
     """
     y: Tensor = _NormalizeAndPool.apply(x, bn.weight, bn.bias, bn)  # type: ignore[no-untyped-call]
     return y
@@ -96,7 +96,7 @@ class _NormalizeAndPool(torch.autograd.Function):
 def _sums_launch(
     shape: torch.Size, align: int, dy_row: int, itemsize: int, device: torch.device
 ) -> tuple[TritonLaunch, tuple[int, int]]:
-    """Return the launch that sums gamma's and beta's gradients, and its workspace's size in floats and counters."""
+    """Return a launch that sums gamma's and beta's gradients, and how many floats and counters its workspace has."""
     from .triton.max_pool import max_sums
 
     t = ColumnTiles(shape, align, 2, itemsize)

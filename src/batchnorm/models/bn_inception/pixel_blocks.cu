@@ -242,8 +242,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) convolve(
 #else
 
 // Each warp sums the gradient of the weights for one row of taps, over half of each tile's output pixels. For each tap
-// and 16 pixels, a warp multiplies the transposed gradient of the output by the matrix of the blocks that these pixels
-// read. Each program writes its sums to `partial`, which has the shape (programs, OUT, VALUES).
+// and each group of 16 pixels, the warp multiplies the transposed gradient of the output by the matrix of the blocks
+// that these pixels read. Each program writes its sums to `partial`, which has the shape (programs, OUT, VALUES).
 extern "C" __global__ void __launch_bounds__(THREADS, EACH) kernel_gradient(
     const char* blocks, const char* dy, float* partial, int images, int rows, int columns, int bytes) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, half = lane / 16;

@@ -43,7 +43,7 @@ class MaxPool2d(nn.MaxPool2d):
 
     @property
     def has_kernel(self) -> bool:
-        """Whether a kernel supports the options: stride 1 or 2, and otherwise the values set by ``__init__``."""
+        """Whether a kernel supports the options: stride 1 or 2, and the other options as set by ``__init__``."""
         options = (self.kernel_size, self.padding, self.dilation, self.return_indices, self.ceil_mode)
         return options == (3, 1, 1, False, False) and self.stride in (1, 2)
 

@@ -78,7 +78,7 @@ class WeightGradients:
     def beside(self) -> Iterator[None]:
         """Run the ``with`` block on one of ``self.streams``.
 
-        Until :meth:`wait` is called, the caller must keep the tensors that the block reads.
+        Until :meth:`wait` is called, the caller must keep references to the tensors that the block reads.
         """
         current, stream = torch.cuda.current_stream(), self.streams[0]
         self.streams.rotate()
@@ -91,7 +91,7 @@ class WeightGradients:
     def updating(self) -> Iterator[None]:
         """Run the ``with`` block on ``self.update_stream``, after all gradient computations launched so far.
 
-        Until :meth:`wait` is called, the caller must keep the tensors that the block reads.
+        Until :meth:`wait` is called, the caller must keep references to the tensors that the block reads.
         """
         for stream in self.others | {torch.cuda.current_stream()}:
             self.update_stream.wait_stream(stream)

@@ -24,7 +24,7 @@ Torch's kernels compute BN(x) as a*x + b. If the mean is many standard deviation
 large numbers, which loses precision. So before using the output of torch's kernel, autograd.py and torch_kernels.py
 check the mean, and leave a batch with such a mean to passes.py. That module normalizes x - s instead of x, where s is
 close to the mean. The result is the same, because BN(x - s) = BN(x). The code in kernel.c needs no check, because it
-always subtracts the rounded mean.
+always subtracts the mean, rounded to float32, from x.
 """
 
 from __future__ import annotations

@@ -36,10 +36,10 @@ from .torch_kernels import flatten, stored_like, unflatten
 
 _f32 = torch.float32
 
-# A batch with fewer values than this uses one thread, because starting more threads would take longer than they save.
+# A batch with fewer values than this uses one thread, because more threads would cost more time than they save.
 PARALLEL = 1 << 14
 LARGE = 1 << 18  # from this many values on, torch's kernel may be faster than kernel.c: see train_
-# Torch's kernel is accurate if the squared norm of mean / std, as a vector with one value per channel, is at most this.
+# Torch's kernel is accurate if the vector mean / std (one value per channel) has a squared norm of at most this.
 LIMIT = torch_kernels.CONDITION**2
 ROWS_KEPT = 5  # how many numbers per channel are saved for the backward pass; equal to LINES in kernel.c
 

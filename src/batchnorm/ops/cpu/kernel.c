@@ -1,5 +1,5 @@
-// Batch normalization of float32 tensors in training, y = g(BN(x) + residual), and its gradient. When compiler.py
-// compiles this file, it defines a macro for each activation g: IDENTITY, RELU, ...
+// Batch normalization of float32 tensors in training, y = g(z) with z = BN(x) + residual, and its gradient. When
+// compiler.py compiles this file, it defines a macro for each activation g: IDENTITY, RELU, ...
 //
 // There are two kinds of tensors. "Planes" have the shape (n, channels, length); a plane is the `length` values of one
 // channel in one example. "Rows" have the shape (n, channels); for them, the field `length` of Shape is 0.
@@ -8,8 +8,7 @@
 // so that their values may stay in the cache between passes. For rows, a task is a block of rows, and the sums of the
 // blocks are merged in a fixed order. The tasks do not depend on the number of threads, so the results do not either.
 // Both kinds of tasks use functions that process a matrix, in which each column belongs to one channel. For rows, a
-// matrix row may hold more than one row of the tensor; to avoid confusion, a row of the tensor is then called a
-// position.
+// matrix row may hold several rows of the tensor. To avoid confusion, a row of the tensor is called a position.
 //
 // The statistics need two passes: the first computes `rough`, an approximate mean, and the second computes the sums of
 // d = x - rough and of d^2. These sums are precise, however far the mean is from zero, because `rough` is close to the
@@ -342,7 +341,8 @@ static void keep(Call *c, i64 channel, double mean, double var) {
     c->mean[channel] = mean;
     c->var[channel] = var;
     // A channel is bad if its statistics are infinite, NaN or near overflow. It is also bad if its standard deviation
-    // is so small, or gamma so large, that squared deviations or the slope of dx come near the limits of float32.
+    // is so small that squared deviations are near underflow, or if gamma / std^2 is so large that the slope of dx is
+    // near overflow.
     int good = fabs(mean) < 1e38 && var < 1e38 && invstd < 1e15 && fabs(scale) * invstd < 1e20;
     if (!good) __atomic_store_n(&c->bad, 1, __ATOMIC_RELAXED);
 }
@@ -697,7 +697,8 @@ static int rows_backward(Call *c, i64 threads) {
 
 // ---- called from Python ----
 
-// Returns the given shape. For rows with many channels and small n, sets `length` to 1, so that each value is a plane.
+// Returns a copy of the given shape. For rows with many channels and small n, the copy's `length` is 1, so that each
+// value is a plane.
 static Shape shape_of(const Shape *given) {
     Shape f = *given;
     if (!f.length && f.channels >= WIDTH && f.n <= ADDED) f.length = 1;

@@ -299,7 +299,7 @@ class Matrix(_Dense):
         return self._columns([p[1] for p in parts]).sum((0, 1, 3)), self._columns([p[2] for p in parts]).sum((0, 1, 3))
 
     def has_kernel(self, x: Tensor) -> bool:
-        """Return whether torch's backward kernel is fast and, although it adds rows in float32, accurate enough."""
+        """Return whether torch's backward kernel, which adds rows in float32, is fast and accurate enough."""
         return self.run == 1 and self.channels >= VECTOR and x.numel() <= GRADIENT_ROWS * self.channels
 
     def kernel(
@@ -385,7 +385,7 @@ def layout_of(x: Tensor) -> Matrix | Planes | None:
 def _wide(m: int, channels: int) -> int:
     """Return how many positions to put into a row: the largest divisor of ``m`` that gives at most WIDTH columns.
 
-    ``m`` is the number of positions. The result is 1 if ``channels`` is larger than WIDTH.
+    ``m`` is the tensor's number of positions. The result is 1 if ``channels`` is larger than WIDTH.
     """
     return next(k for k in range(max(1, WIDTH // channels), 0, -1) if m % k == 0)
 

@@ -73,12 +73,12 @@ def run(call: Call, constant_moments: bool) -> tuple[Tensor, Moments] | None:
     gamma = gamma if gamma is None or gamma.dtype == dtype else gamma.to(dtype)
     beta = beta if beta is None or beta.dtype == dtype else beta.to(dtype)
     # The kernel returns 1/sqrt(var + eps), from which a variance much smaller than eps cannot be recovered. But the
-    # kernel also updates a running variance. If the running variance starts at 0 and the momentum is (m-1)/m, the
-    # result is the biased variance of the batch.
+    # kernel also updates a running variance. If this variance is 0 before the call and the momentum is (m-1)/m, it is
+    # the biased variance of the batch after the call.
     var, unused = x.new_zeros(channels, dtype=dtype), x.new_zeros(channels, dtype=dtype)
     y, mean, invstd = torch.native_batch_norm(flatten(x, x), gamma, beta, unused, var, True, (m - 1) / m, eps)
     ratio = mean * invstd  # not with NumPy, which would warn about NaN
-    if not ratio.dot(ratio).item() <= CONDITION**2:  # not `>`, because NaN must also return None
+    if not ratio.dot(ratio).item() <= CONDITION**2:  # `not ... <=` is also true for NaN; `>` is not
         return None
     if residual is not None:
         y = (y + flatten(residual, x)).to(x.dtype)
@@ -130,7 +130,7 @@ def stored_like(t: Tensor, x: Tensor) -> Tensor:
 
 
 def apply_(activation: Activation, z: Tensor) -> Tensor:
-    """Overwrite ``z`` with g(z) and return it: writing to a second buffer would take longer than the arithmetic."""
+    """Overwrite ``z`` with g(z), which is faster than writing to a second buffer, and return ``z``."""
     match activation.name:
         case "identity":
             return z

@@ -186,8 +186,8 @@ def _moves(running: Kept, channels: torch.Size) -> bool:
 def _normalize(call: Call, *, alone: bool = False) -> tuple[Tensor, Tensor]:
     """Return y and the statistics.
 
-    If ``alone``, the second result may not be the statistics, so the caller must use only y. In this case, the caller
-    must also have checked :func:`is_unseen`.
+    If ``alone``, the caller must use only y, because the second result is unspecified. In this case, the caller must
+    also have checked :func:`is_unseen`.
     """
     x, gamma, beta, eps, activation, residual, _, running, momentum = call
     if alone or is_unseen(x, gamma, beta, residual, *(running or ())):

@@ -63,9 +63,9 @@ def _find_pass(
     tiling = way if isinstance(way, Tiling) else best_tiling(g, itemsize, backward, residual, device)
     strides = dense_strides(g, shape)
     launches = _launches(g, tiling, backward, device)
-    # The workspace of a forward pass has two floats per channel for the old running averages. In addition, each of
-    # the `kept_parts` sets of sums has three floats per channel in the Triton kernels' forward pass, and two floats per
-    # channel in their backward pass and in both passes of resident.cu.
+    # A workspace has `kept_parts` sets of sums. A set has three floats per channel in the Triton kernels' forward pass,
+    # and two floats per channel in their backward pass and in both passes of resident.cu. The workspace of a forward
+    # pass also has two floats per channel for the old running averages.
     room = ((2 * tiling.kept_parts if backward else 2 + 3 * tiling.kept_parts) * g.channels, tiling.words)
     kept = 0 if r is None else 2 * r.kept_parts
     resident_room = ((kept if backward else 2 + kept) * g.channels, 0 if r is None else r.words)
@@ -109,7 +109,7 @@ def _launches(g: Geometry, p: Tiling, backward: bool, device: torch.device) -> t
 def launches_of(
     kernel: Any, numbers: Callable[[Tiling], tuple[int, ...]], g: Geometry, p: Tiling, device: torch.device
 ) -> tuple[TritonLaunch, ...]:
-    """Return the launches of a kernel with tiling ``p``: one for everything, or two, for sums and then for outputs.
+    """Return the launches of a kernel with tiling ``p``: one for everything, or one for sums and one for outputs.
 
     ``numbers`` returns the kernel's integer arguments for a tiling.
     """
@@ -136,8 +136,9 @@ def numbers(g: Geometry, p: Tiling) -> tuple[int, ...]:
     """Return the integer arguments that the Triton kernels "forward" and "backward" have in common.
 
     The arguments are C, units, slices, parts, share, beside, x_stride, x_plane, y_stride, y_plane, width, magic and
-    shift. x_stride, x_plane, y_stride, y_plane and, for channels last, C are divided by ``p.align``.
-    width is the number of units of a channel in one example (0 for channels last).
+    shift. Of these, x_stride, x_plane, y_stride, y_plane and, for channels last, C are divided by ``p.align``.
+    The argument width is the number of units of a channel in one example (0 for channels last). Slices, parts and units
+    are defined in triton/tile.py.
     """
     a = p.align
     mine = (p.slices, p.parts, p.share, p.beside)

@@ -33,7 +33,7 @@ ONE_BY_ONE = 60e6
 
 
 class _Sizes(NamedTuple):
-    """Hold the sizes that a launch depends on; each tuple has one number per layer, and strides are those of rows."""
+    """Hold the sizes that a launch depends on; each tuple has one number per layer, and the strides are row strides."""
 
     rows: int
     channels: tuple[int, ...]
@@ -229,8 +229,8 @@ def _plan(sizes: _Sizes, device: torch.device, backward: bool, way: Tiling | Res
     p = way if isinstance(way, Tiling) else best_tiling(g, b, backward, False, device)
     slices = [up(c, p.V) for c in sizes.channels]
     align = gcd(16, *sizes.channels, *_strides(sizes))
-    # A slice has channels of only one layer, so there may be more slices than `best_tiling` planned, and their programs
-    # may not all run at the same time. Tickets (take_ticket in triton/barrier.py) then prevent a deadlock.
+    # A slice has channels of only one layer, so there can be more slices than `best_tiling` planned. Then their
+    # programs might not all run at the same time, and tickets (take_ticket in triton/barrier.py) prevent a deadlock.
     ticket = p.ticket or sum(slices) > p.slices
     p = p._replace(
         slices=sum(slices), beside=sum(slices) if p.path == "stream" else p.beside, align=align, ticket=ticket

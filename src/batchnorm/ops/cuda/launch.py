@@ -197,8 +197,8 @@ def paths(call: Call) -> tuple[str, str]:
     typed, r = _are_resident(x, gamma, beta, residual), back.residence
     # The backward pass of resident.cu requires that the residual's gradient has x's dtype. The gradient has the
     # residual's dtype, so compare this dtype with x's. If r.plane > 0, the backward pass also needs its sign bits in
-    # woven order (see sign_bits.py). `forward` returns them in this order only if resident.cu supports all dtypes
-    # (`typed`).
+    # woven order (see sign_bits.py). `forward` returns them in this order only if resident.cu supports the tensors'
+    # dtypes (`typed`).
     fits = _of_one_type(x, residual) and (typed or r is None or not r.plane)
     # A residual that is not dense is copied before the launch, and the copy is aligned.
     aligned = residual is None or resident.takes(residual) or not is_dense(residual, ahead.strides)
@@ -284,9 +284,9 @@ def _as_float(v: Tensor | None) -> Tensor | None:
 
 
 def _rows_of(dy: Tensor, g: Geometry, strides: tuple[int, ...], align: int) -> tuple[Tensor, int]:
-    """Return dy, or a dense copy if the kernels cannot read dy's layout, and the stride of the returned tensor.
+    """Return dy and its stride; if the kernels cannot read dy's layout, return a dense copy and the copy's stride.
 
-    This stride is that of a row (channels last) or of an example (channels first); a row is one location of one
+    The stride is that of a row (channels last) or of an example (channels first); a row is one location of one
     example. A channels-last dy that holds only some channels of a larger tensor, such as the gradient of one input
     of a concatenation, usually need not be copied.
     """

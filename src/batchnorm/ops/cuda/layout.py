@@ -34,7 +34,7 @@ def geometry_of(x: Tensor) -> Geometry | None:
 
 
 def _collapse(shape: tuple[int, ...], stride: tuple[int, ...]) -> int | None:
-    """Flatten dimensions into one and return its stride (0 for a single value), or None if they cannot be flattened.
+    """Return the stride of the dimensions flattened into one (0 for a single value), or None if this is impossible.
 
     The result is also None if a dimension with several values has a stride of 0.
     """

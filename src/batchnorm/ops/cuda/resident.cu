@@ -1,9 +1,9 @@
 // Batch normalization in one launch. The kernel keeps as much of x (and of dy in the backward pass) as possible on
-// chip, that is, in shared memory. It then need not read these values from global memory again to compute the outputs.
-// All programs (thread blocks) run at the same time, one or two per multiprocessor. The channels are divided into
-// slices, and the values of a slice into parts. A program processes one part of one slice, then the same part of its
-// next slice, if any. The programs that share a slice wait for each other once per slice: after each has added up its
-// own part, and before they compute y or dx from the sums of all parts.
+// chip, that is, in shared memory. When it computes the outputs, it does not read these values from global memory
+// again. All programs (thread blocks) run at the same time, one or two per multiprocessor. The channels are divided
+// into slices, and the values of a slice into parts. A program processes one part of one slice, then the same part of
+// its next slice, if any. The programs of a slice meet at a barrier: each program adds up its own part, waits for the
+// other programs, and then computes y or dx from the sums of all parts.
 //
 // Values are read in vectors of 16 bytes. Each thread copies its own vectors into shared memory, so no thread waits for
 // another thread's vectors. Vectors that do not fit into shared memory are read twice, the second time from the L2
@@ -268,8 +268,8 @@ struct Layers {
         return n;
     }
 
-    // Returns the index of the layer that a slice belongs to. Changes `slice`, the slice's index among the slices of
-    // all layers, to the slice's index within this layer.
+    // Returns the index of the layer that a slice belongs to. Before the call, `slice` is the slice's index among the
+    // slices of all layers; find() changes it to the slice's index within its layer.
     __device__ __forceinline__ int find(int& slice) const {
         int found = 0, first = 0, end = 0;
 #pragma unroll
@@ -308,7 +308,7 @@ struct Walk {
     }
 
     // Returns false if no row of the slice has a vector for this thread. With channels last, this happens if the last
-    // slice has fewer than SV vectors per row. If WOVEN, it happens to the last threads if SV does not divide THREADS.
+    // slice has fewer than SV vectors per row. If WOVEN and SV does not divide THREADS, it happens to the last threads.
     __device__ __forceinline__ bool works(const Shape& s) const {
         return LAST ? (slice * SV + column) * V < s.C : !WOVEN || threadIdx.x < BLOCK * SV;
     }
@@ -984,8 +984,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, EACH) backward(
             invstd = stats[7 * s.C + channel];
         }
         // Computes f = x - base, and dz = dy times the activation's derivative. `v` is a vector of x, and `g` is the
-        // vector of dy at the same place. If SIGNS, bit k of `above`, which the forward pass saved for this place, says
-        // whether the derivative at value k is 1.
+        // vector of dy at the same place. If SIGNS, `above` has the sign bits that the forward pass saved for this
+        // place: bit k says whether the derivative at value k is 1.
         auto dz_of = [&](const Vec& v, const Vec& g, u32 above, float (&f)[V], float (&dz)[V]) {
             widen(v, f);
             widen(g, dz);

@@ -40,8 +40,8 @@ class Residence(NamedTuple):
 
     threads: int
     each: int  # programs per multiprocessor
-    # SV in resident.cu: the number of vectors that a slice has per location if the tensor is channels last, and per
-    # example in woven form; 1 otherwise
+    # SV in resident.cu: how many vectors a slice has per location (channels last) or per example (woven form); in all
+    # other cases, 1
     lanes: int
     plane: int  # in woven form, the number of locations per example; else 0
     kept: int  # maximum number of vectors of each tensor that a thread keeps on chip
@@ -280,8 +280,8 @@ def weaves(g: Geometry, itemsize: int, backward: bool, residual: bool) -> bool:
     bits.
     """
     v = WIDTH // itemsize
-    # Check the size first: if a tensor with symbolic sizes is small, torch.compile then adds no guards for the other
-    # conditions.
+    # Check the size first. If a tensor with symbolic sizes is small, the other conditions are not evaluated, so
+    # torch.compile adds no guards for them.
     if megabytes_of(g, itemsize) < 4 or g.nhwc or g.width < 2 * v or g.stride % v:
         return False
     if woven_lanes(g, itemsize, residual) is None:

@@ -6,8 +6,8 @@ the derivative is 1 if z > 0 (relu, leaky_relu) or if 0 < z < 6 (relu6). For NaN
 Bits are stored in one of two orders. A 1D tensor holds the bits row by row (channels last) or channel by channel
 (channels first); a row is one location of one example. Each row or channel is padded to whole bytes. A 2D tensor,
 called woven, holds the bits example by example, in the order of a dense channels-first x. Bits are woven only if
-resident.py chooses the woven form for x, in which a 16-byte vector may hold values of two channels. The bits of one
-channel of one example then do not fill whole bytes.
+resident.py chooses the woven form for x. In this form, a 16-byte vector may hold values of two channels, and a byte may
+hold bits of two channels.
 """
 
 from __future__ import annotations

@@ -103,8 +103,8 @@ def decide(holds: Iterable[bool], seeds: int = SEEDS) -> str:
     """Return the verdict on a claim.
 
     Args:
-        holds: whether the claim holds, for each seed or, if networks are compared, for each combination of their seeds.
-        seeds: the number of seeds of the network with the fewest; below SEEDS, nothing is confirmed or refuted.
+        holds: one value per seed, or per combination of seeds if networks are compared: whether the claim holds there.
+        seeds: the smallest number of seeds of any network involved; below SEEDS, nothing is confirmed or refuted.
 
     >>> decide([True, True]), decide([False, False]), decide([True, False]), decide([])
     ('confirmed', 'refuted', 'not resolved', 'not run yet')
@@ -273,7 +273,7 @@ def rates_that_train(runs: Sequence[Finished]) -> list[float]:
 
 
 def show_rates(good: Sequence[float], runs: Sequence[Finished]) -> str:
-    """Return rates as text: as a range, or one by one if a rate between them was tried that is not one of them."""
+    """Return the rates in ``good`` as text: as a range if it skips no rate of ``runs``, otherwise one by one."""
     between = {one.run.recipe.rate for one in runs if good[0] <= one.run.recipe.rate <= good[-1]}
     if len(good) > 1 and between == set(good):
         return f"{good[0]:g} to {good[-1]:g}"
@@ -283,8 +283,8 @@ def show_rates(good: Sequence[float], runs: Sequence[Finished]) -> str:
 def less_dropout(finished: Mapping[str, Finished]) -> list[Verdict]:
     """Judge whether a network with BN needs dropout, and whether dropout helps less with BN than without BN.
 
-    The claims are tested only if there is overfitting for dropout to prevent: with the least dropout in the plan, the
-    network with BN or the network without BN must overfit visibly in all its runs.
+    The claims are tested only if at least one of the two networks overfits visibly in all its runs with the least
+    dropout in the plan. Otherwise, there is no overfitting for dropout to prevent.
 
     Paper: Sec. 3.4
     """

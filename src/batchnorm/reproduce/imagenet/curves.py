@@ -139,7 +139,7 @@ def best(curve: Curve) -> tuple[int, float] | None:
 
 
 def times_fewer(baseline: Curve, curve: Curve) -> float | None:
-    """Return how many times fewer steps ``curve`` takes to reach the baseline's best accuracy, or None if never.
+    """Return how many times fewer steps ``curve`` takes to reach the baseline's best accuracy; None if it never does.
 
     >>> times_fewer([(100, 0.3), (200, 0.5)], [(40, 0.5)])
     5.0
@@ -180,7 +180,7 @@ def behind_until(curve: Curve, other: Curve) -> int | None:
 
 
 def noise(values: Sequence[float]) -> float | None:
-    """Return half the width of the 95% prediction interval of one more run, given the values of earlier runs.
+    """Return half the width of the 95% prediction interval for one more run, given the values of earlier runs.
 
     The half width is t s sqrt(1 + 1/n), where s is the standard deviation of the n values and t is a quantile from
     STUDENT. The result is None for fewer than two values.

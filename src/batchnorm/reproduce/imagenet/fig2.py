@@ -87,9 +87,9 @@ class Fig2(Session):
 
 @dataclass(frozen=True)
 class Study:
-    """A plan, its finished runs that verdicts may use, and the names of its other finished runs.
+    """A plan, the finished runs on which its verdicts are based, and the names of the finished runs that are left out.
 
-    :func:`trusted` decides which runs verdicts may use.
+    :func:`trusted` decides which runs are left out.
     """
 
     plan: Plan

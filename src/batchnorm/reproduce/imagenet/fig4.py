@@ -35,9 +35,9 @@ class Fig4(Session):
     out: Path = Path("runs/fig4")
     """Folder for the table, and the members' checkpoints."""
     runs: tuple[Path, ...] = ()
-    """Finished runs of batchnorm train to use as members, instead of training the plan's members."""
+    """Use these finished runs of batchnorm train as members, instead of training the plan's members."""
     trust: bool = False
-    """With --runs, allow calling the functions named in the runs' recipe.json, for networks of your own."""
+    """With --runs, allow calling the functions named in the runs' recipe.json; networks of your own need this."""
 
 
 def fig4(options: Fig4) -> Path:
@@ -93,7 +93,7 @@ def _check(options: Fig4) -> None:
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ValueError(
             "fig4 runs in one process, but WORLD_SIZE is above 1: train each member with torchrun ... -m batchnorm"
-            " train --recipe NAME, then run fig4 without torchrun, and pass it the folders of the runs with --runs"
+            " train --recipe NAME, then run fig4 without torchrun, and give it the runs' folders with --runs"
         )
 
 

@@ -19,7 +19,7 @@ from .result_files import CROPS, Finished, MemberFiles
 
 
 class ErrorRow(NamedTuple):
-    """One row of Figure 4; an error is None, and a text "-", if the paper does not state it."""
+    """One row of Figure 4; a value that the paper does not state is None (errors) or "-" (other columns)."""
 
     model: str
     resolution: str
@@ -292,5 +292,6 @@ def markdown(
 
 def _line(row: ErrorRow) -> str:
     errors = ("-" if value is None else f"{value:.2%}" for value in (row.top1, row.top5))
-    cells = ("not in the paper" if cell == "-" else cell for cell in (*row[:4], *errors))  # our rows have all values
+    # Only rows of PAPER and CONTEXT have "-".
+    cells = ("not in the paper" if cell == "-" else cell for cell in (*row[:4], *errors))
     return f"| {' | '.join(cells)} |"

@@ -12,7 +12,7 @@ from .training import Setting, accuracies
 
 @dataclass(frozen=True)
 class Init(Experiment):
-    """Train networks with and without BN from initial weights of several standard deviations, and compare accuracies.
+    """Train networks with and without BN from initial weights with different standard deviations; compare accuracies.
 
     Paper: Abstract, "be less careful about initialization"; Sec. 3.3
     """
@@ -47,7 +47,7 @@ def init(options: Init) -> dict[str, Any]:
     plain, normalized = (
         {row["std"] for row in rows if row["network"] == label(kind) and row["mean"] > 0.9} for kind in (False, True)
     )
-    statement = "with BN, networks train past 90% at more standard deviations, including all that suffice without BN"
+    statement = "networks with BN exceed 90% at every standard deviation at which networks without BN do, and at others"
     verdicts = {statement: plain < normalized if plain or normalized else None}
     return publish(options, claim, {"final test accuracy": rows}, verdicts, draw)
 

@@ -21,7 +21,8 @@ from .training import Setting, digits, order, train_
 class Jacobian(Experiment):
     """Measure the singular values of the Jacobians between consecutive layers, with and without BN.
 
-    A Jacobian is J = d z_hat / d x_hat, where x_hat and z_hat are the normalized nonlinearity inputs of the two layers.
+    A Jacobian is J = d z_hat / d x_hat. Here, x_hat and z_hat are the normalized inputs of the nonlinearities of the
+    lower and the upper layer.
 
     Paper: Sec. 3.3, layer Jacobians
     """
@@ -76,10 +77,10 @@ def _verdicts(rows: Sequence[dict[str, Any]]) -> dict[str, bool]:
         return float(near[layers, label(kind)][of]["fraction between 1/2 and 2"])
 
     return {
-        "between all layers, more singular values are near 1 with BN than without": all(
+        "for all layer pairs, more singular values are near 1 with BN than without": all(
             share(layers, True, "J") > share(layers, False, "J") for layers in pairs
         ),
-        "between all layers, with BN, more singular values are near 1 than in random matrices of the same norm": all(
+        "for all layer pairs, with BN, more singular values are near 1 than in random matrices of the same norm": all(
             share(layers, True, "J") > share(layers, True, "random") for layers in pairs
         ),
     }
@@ -105,7 +106,9 @@ def _measure(job: tuple[Setting, int]) -> list[dict[str, Any]]:
 
 @torch.no_grad()
 def population_layers(net: nn.Sequential, batches: Sequence[Tensor]) -> list[HiddenLayer]:
-    """Return a perceptron's hidden layers with population statistics, estimated layer by layer from the input on.
+    """Return a perceptron's hidden layers with population statistics, estimated from all batches together.
+
+    The first layer's statistics are estimated first, because a layer's input depends on the layers below it.
 
     Paper: Alg. 2, l. 10; Sec. 3.3
     """
@@ -177,7 +180,7 @@ def _summary(values: Tensor) -> dict[str, Any]:
 
 
 def draw(result: dict[str, Any], plt: Any) -> Any:
-    """Draw the mean singular values of each Jacobian, and of random matrices of the same norm."""
+    """Draw the singular values of each Jacobian and of random matrices of the same norm, averaged over examples."""
     rows = result["pairs"]
     pairs = sorted({(row["layers"], row["step"]) for row in rows})
     figure, axes = plt.subplots(1, len(pairs), figsize=(11, 2.7), sharey=True)

@@ -61,7 +61,7 @@ def optimizers(options: Optimizers) -> dict[str, Any]:
     claim = "A model employing Batch Normalization can be trained using batch gradient descent, or Stochastic Gradient"
     claim += " Descent with a mini-batch size m > 1, or with any of its variants such as Adagrad."
     verdicts = {
-        f"{row['optimizer']} trains the network with BN past 50%": row["accuracy"][-1] > 0.5
+        f"{row['optimizer']} trains the network with BN to more than 50% accuracy": row["accuracy"][-1] > 0.5
         for row in rows
         if row["network"] == label(True)
     }

@@ -22,7 +22,7 @@ DRAW = {
 
 
 def redraw(folder: Path) -> None:
-    """For each name in DRAW, draw the picture of the folder's result file with this name, if the file exists."""
+    """Draw the pictures of the folder's result files that are listed in DRAW."""
     for name, draw in DRAW.items():
         if (path := folder / f"{name}.json").exists():
             picture_beside(path, draw)

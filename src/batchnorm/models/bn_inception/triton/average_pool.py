@@ -1,8 +1,8 @@
 """Average pooling of 3x3 windows in channels-last tensors; each program computes P pixels of V channels.
 
-The kernels take the number of channels C and the strides between pixels divided by A, and multiply them by A again, so
-that the compiler knows the alignment of memory accesses. Docstrings give the shapes of tensors in brackets, such as
-[P, V].
+The caller divides the number of channels C and the strides between pixels by A, and the kernels multiply them by A
+again, so that the compiler knows the alignment of memory accesses. Docstrings give the shapes of tensors in brackets,
+such as [P, V].
 """
 
 from __future__ import annotations

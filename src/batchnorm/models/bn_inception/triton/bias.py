@@ -1,8 +1,8 @@
 """Add a bias and apply a nonlinearity to channels-last tensors, in tiles of P pixels and V channels.
 
-The kernels take the number of channels C and the strides between pixels divided by A, and multiply them by A again, so
-that the compiler knows the alignment of memory accesses. Docstrings give the shapes of tensors in brackets, such as
-[P, V].
+The caller divides the number of channels C and the strides between pixels by A, and the kernels multiply them by A
+again, so that the compiler knows the alignment of memory accesses. Docstrings give the shapes of tensors in brackets,
+such as [P, V].
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def place(C, V: tl.constexpr):
 
 @triton.jit
 def tile_of(first, last, C, channel, P: tl.constexpr):
-    """Return the indices [P, 1] of P pixels from ``first`` on, and a mask [P, V] of their values that exist."""
+    """Return the indices [P, 1] of P pixels from ``first`` on, and a mask [P, V] of the values inside the tensor."""
     pixel = first + tl.arange(0, P)
     return pixel.to(tl.int64)[:, None], (pixel < last)[:, None] & (channel < C)[None, :]
 

@@ -1,11 +1,11 @@
 """Max pooling of 3x3 windows, with padding 1, in channels-last tensors, optionally after normalization and ReLU.
 
 Columns of windows are numbered consecutively across all images. A unit is a block of windows, P columns wide and up to
-``share`` rows high. A slice is a set of V consecutive channels. A program processes one slice of one unit (of several
-units in :func:`max_sums`), row by row. Except in :func:`max_backward_1`, a program keeps in registers the values that
-the next row of windows also needs. The kernels take the number of channels C and the strides between pixels divided by
-A, and multiply them by A again, so that the compiler knows the alignment of memory accesses. Docstrings give the shapes
-of tensors in brackets, such as [P, V].
+``share`` rows high. A slice is a set of V consecutive channels. A program processes one slice of one unit, row by row;
+in :func:`max_sums`, it processes one slice of several units. Except in :func:`max_backward_1`, a program keeps in
+registers the values that the next row of windows also needs. The caller divides the number of channels C and the
+strides between pixels by A, and the kernels multiply them by A again, so that the compiler knows the alignment of
+memory accesses. Docstrings give the shapes of tensors in brackets, such as [P, V].
 
 The position of a maximum in its window is encoded as UP, DOWN or 0, plus LEFT, RIGHT or 0; the middle of the window is
 0. The positions of two neighboring channels share a byte, with the first channel in the lower four bits.

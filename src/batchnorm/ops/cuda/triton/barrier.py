@@ -19,10 +19,10 @@ TURN = tl.constexpr(-(2**31))  # the highest bit of a word
 def take_ticket(counter, programs):
     """Return this program's number, counted in the order in which programs start.
 
-    Slices are processed in groups, and the programs of a group have consecutive numbers (see :func:`place`). So a
-    program waits only for programs that already run, or that start when programs of earlier groups have finished. If
-    all programs of a group can run at the same time, there is no deadlock, even if the launch has many more programs
-    and the hardware starts them in any order.
+    Slices are processed in groups, and the programs of a group have consecutive numbers (see :func:`place`). A program
+    waits only for programs of its own group. Each of them is already running, or starts as soon as programs of earlier
+    groups have finished. If all programs of a group can run at the same time, there is no deadlock, even if the launch
+    has many more programs and the hardware starts them in any order.
     """
     ticket = tl.atomic_add(counter, 1, sem="relaxed")
     if ticket == programs - 1:
@@ -70,7 +70,10 @@ def side_of(word):
 
 @triton.jit
 def wait(word, side):
-    """Wait until the word's highest bit differs from ``side``; what others wrote before the flip is then visible."""
+    """Wait until the word's highest bit differs from ``side``.
+
+    After that, this program can see what other programs wrote before the flip.
+    """
     # Use assembly, because Triton has no load with acquire semantics. Only one thread of the program polls, because
     # polling delays the arrivals of other programs.
     tl.inline_asm_elementwise(

@@ -49,9 +49,9 @@ def moments_of(
 
     ``near`` is subtracted from the values x before they are summed, because E[x^2] - E[x]^2 loses all precision if the
     mean is much larger than the standard deviation. Each of n values is at most sqrt(n) standard deviations from their
-    mean. ``near`` is one of the values or the mean of a few of them, so low^2 is at most n times the variance, which is
-    M2. Thus the computed sum of (x - near)^2, which is M2 + n low^2, is at most (n + 1) M2. Subtracting n low^2 from
-    this sum therefore increases its relative rounding error at most about n times.
+    mean. ``near`` is one of the values or the mean of a few of them, so low^2 is at most M2, which is n times the
+    variance. Thus the computed sum of (x - near)^2, which is M2 + n low^2, is at most (n + 1) M2. Subtracting n low^2
+    from this sum therefore increases its relative rounding error at most about n times.
     """
     R: tl.constexpr = FORM[1]
     V: tl.constexpr = FORM[2]

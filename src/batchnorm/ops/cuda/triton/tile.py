@@ -21,11 +21,11 @@ Most functions take some of these arguments:
 - ``last``: one more than the index of the last unit of the program's part.
 - ``FORM``: five constants: whether the layout is channels last, R, V, A, and whether offsets need 64 bits. A is a
   number that divides all strides, and the strides are passed divided by A.
-- ``shape``: five numbers: the number of channels C, the units of a slice, the units of a channel in one example,
-  ``magic`` and ``shift``. The last three are used only for channels first. ``magic`` and ``shift`` replace the division
-  by the third number with a multiplication and a shift, which are faster.
-- ``strides``: two strides of a tensor: that of a row (channels last) or an example (channels first), and that of a
-  channel, which is used only for channels first.
+- ``shape``: five numbers: the number of channels C, the number of units of a slice, the number of units of a channel
+  in one example, ``magic`` and ``shift``. The last three are used only for channels first. ``magic`` and ``shift``
+  replace the division by the third number with a multiplication and a shift, which are faster.
+- ``strides``: two strides of a tensor. The first is the stride of a row (channels last) or of an example (channels
+  first). The second is the stride of a channel and is used only for channels first.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def place_of(units, strides, shape, FORM: tl.constexpr):
 
 @triton.jit
 def offsets(units, strides, channel, shape, FORM: tl.constexpr):
-    """Return one row of V element offsets for each unit of a slice, given the units' indices."""
+    """Return the element offsets of a slice's units, given the units' indices; the result has one row of V per unit."""
     V: tl.constexpr = FORM[2]
     # Multiplying by A tells the compiler that the strides are multiples of A, so that it can use wide loads and stores.
     A: tl.constexpr = FORM[3]
