@@ -221,6 +221,26 @@ def test_evaluation_passes_are_not_steps():
     assert monitor.records == []
 
 
+def test_layers_that_the_network_does_not_call():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc, self.act = nn.Linear(3, 3), nn.ReLU()
+
+        def forward(self, x):
+            return F.relu(self.fc(x))
+
+    net, x = Net(), torch.randn(8, 3)
+    monitor = Monitor(net)
+    with pytest.raises(
+        ValueError, match=r"nothing to record: the network did not call .* watches \(act\); use layers="
+    ):
+        monitor.record(0, x)
+    with pytest.warns(UserWarning, match=r"recorded nothing: the network did not call .* watches \(act\)"), monitor:
+        net(x)
+    assert monitor.records == monitor.gradient_changes == []
+
+
 def compiled(function):
     torch._dynamo.reset()
     return torch.compile(function, backend="eager")

@@ -96,6 +96,7 @@ class Monitor:
         self._hooks, self._taps, self._end = ExitStack(), ExitStack(), ExitStack()
         self._seen: dict[str, Percentiles] | None = None
         self._busy = False
+        self._missed = False  # whether a training pass ran none of the layers
 
     @property
     def records(self) -> list[Record]:
@@ -123,7 +124,11 @@ class Monitor:
             hooks.close()
         for sink in self.sinks:
             sink.close()
-        if not (any(exc) or self.step or self.records or self.gradient_changes):
+        if any(exc) or self.records or self.gradient_changes:
+            return
+        if self._missed:
+            warnings.warn(f"the monitor recorded nothing: {self._no_layer_ran()}", stacklevel=2)
+        elif not self.step:
             warnings.warn(
                 "the monitor recorded nothing, because the network was not called in training mode with gradients"
                 " enabled. If your loop calls the network that torch.compile returned, pass that network to Monitor. If"
@@ -131,10 +136,20 @@ class Monitor:
                 stacklevel=2,
             )
 
+    def _no_layer_ran(self) -> str:
+        names = ", ".join(self.layers[:3]) + (f" and {len(self.layers) - 3} more" if len(self.layers) > 3 else "")
+        return (
+            f"the network did not call the layers that the monitor watches ({names}); use layers= to name layers that"
+            " it calls. A monitor cannot watch functions such as F.relu"
+        )
+
     def record(self, step: int, batch: Any = None) -> Record:
         """Run ``batch``, or the probe, without side effects; store and return the record.
 
         Normalizations run in their current mode, and everything else runs in evaluation mode.
+
+        Raises:
+            ValueError: if there is no batch, or if the network calls none of the monitor's layers.
         """
         batch = self.probe if batch is None else batch
         if batch is None:
@@ -147,6 +162,8 @@ class Monitor:
                 network_call.call(unwrapped(self.net)[1], batch)
         finally:
             self._busy = busy
+        if not seen:
+            raise ValueError(f"nothing to record: {self._no_layer_ran()}")
         return self._keep(Record(step, seen))
 
     def record_gradient_change(self, step: int, loss: Callable[[Any, Any], Tensor], batch: Any, rate: float) -> Record:
@@ -185,8 +202,12 @@ class Monitor:
             return
         self._taps.close()
         seen, self._seen = self._seen, None
-        if seen and output is not None:  # the output is None after an exception
+        if output is None:  # after an exception
+            return
+        if seen:
             self._keep(Record(self.step - 1, seen))
+        else:
+            self._missed = True
 
     def _reading(self, seen: dict[str, Percentiles]) -> Taps:
         def read(name: str, z: Tensor, x: Tensor) -> None:
