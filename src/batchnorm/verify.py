@@ -73,7 +73,7 @@ def verify(
         advice: a sentence that says what to do about a difference. The error message ends with this sentence, unless
             the original's own results vary from run to run.
         training: whether to compare in training mode.
-        same_weights: whether the new network has the original's weights, so that no rounding remains in float64.
+        same_weights: whether the new network has the original's weights; then only float64's own rounding remains.
         make: a function that makes the new network from an original and an example.
         tolerance: the largest relative error to accept; by default, the error that rounding can cause.
 

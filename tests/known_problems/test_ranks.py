@@ -30,7 +30,7 @@ def one_rank(rank, world_size, way):
         parallel(data(rank)[0])  # the buffers are copied from rank 0 when the next forward pass begins
     elif way in ("paper", "pooled"):
         bn.estimate_(parallel, list(data(rank)), rule=way)
-    elif way == "averaged":  # as batchnorm train does, with DDP's broadcast_buffers off
+    elif way == "averaged":  # as the command `batchnorm train` does
         Ranks(rank, world_size).average_statistics_(net)
     return net[0].running_mean, net[0].running_var
 

@@ -100,7 +100,7 @@ def test_the_gradient_can_be_differentiated(usable):
     dy.requires_grad_()
     (found,) = torch.autograd.grad(y, kernel, dy, create_graph=True)
     assert_near(found.detach(), expected, 0.01)
-    # The gradient is linear in dy, so its derivative is the convolution again.
+    # The kernel's gradient is linear in dy. Differentiated by dy, it gives the convolution of x again.
     (again,) = torch.autograd.grad(found, dy, kernel.detach())
     assert_near(again, y.detach().double(), 0.01)
 

@@ -99,7 +99,7 @@ def test_section2_command(tmp_path):
     assert len(runs) == 3
     # The gradient of BN with respect to b is zero: b stays where it was, up to rounding of float32.
     assert runs["batch normalization"]["norm of b"] < 1e-4
-    assert runs["centring outside the gradient"]["norm of b"] > 1e-3
+    assert runs["centering outside the gradient"]["norm of b"] > 1e-3
 
 
 @pytest.mark.parametrize("a", [0.01, 0.5, 3.0, 100.0])

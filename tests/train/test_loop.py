@@ -295,7 +295,7 @@ def test_broken_files_of_a_run_are_named(data, reference, tmp_path):
     shutil.rmtree(run / "final")
     save(run / "final", 12, final.model, {})
     classes = [f"class{k}" for k in range(3)]
-    with pytest.raises(ValueError, match=r"final does not list its classes and network settings"):
+    with pytest.raises(ValueError, match=r"final has no list of classes or no network settings"):
         open_run(run).load(classes)
     manifest = next((run / "final").glob("*/manifest.json"))
     manifest.write_text('{"format": "batchnorm checkpoint 1"}')

@@ -2,8 +2,8 @@
 
 ``batchnorm bench host`` calls layers on tensors so small that the GPU waits for the host. It times training calls
 (forward pass, backward pass and clearing the gradients) and evaluation calls. These times matter if the host limits the
-speed of a network, as is common at small batch sizes. Our calls and torch's alternate; each reported ratio is a median
-over rounds.
+speed of a network, as is common at small batch sizes. Our calls alternate with calls of torch's modules, and each
+reported ratio is a median over rounds.
 """
 
 from __future__ import annotations

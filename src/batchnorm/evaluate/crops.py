@@ -76,8 +76,8 @@ class Crops:
     def of(cls, count: Count, size: int) -> Crops:
         """Return one of the usual sets of 1, 10 or 144 crops, with its scales adapted to crops of ``size`` pixels.
 
-        A set of 1 has only the center crop. A set of 10 has the corners and the center of the center square at one
-        scale, and their mirror images (Krizhevsky et al., 2012). A set of 144 has GoogLeNet's crops: 4 scales x 3
+        A set of 1 has only the center crop. A set of 10 has five crops of the center square, at its corners and in its
+        middle, and their mirror images (Krizhevsky et al., 2012). A set of 144 has GoogLeNet's crops: 4 scales x 3
         squares x 6 crops, and their mirror images.
         """
         scales = tuple(round(size * scale / CROP) for scale in SCALES)

@@ -128,7 +128,8 @@ class Ensemble:
 
         Args:
             crops: the number of crops of each image that were averaged.
-            last: the predictions of any network, which say how many images were enlarged and which files are corrupt.
+            last: the predictions of the last network, for the number of enlarged images and the corrupt files; these
+                are the same for all networks.
         """
         corrupt = tuple(file for part in gather_objects(last.corrupt) for file in part)
         enlarged = sum(gather_objects(last.enlarged))

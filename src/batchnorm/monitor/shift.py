@@ -72,7 +72,7 @@ def gradient_change(net: nn.Module, loss: Callable[[Any, Any], Tensor], batch: A
     it and is left out. The network is not changed.
 
     Args:
-        net: any network, in its current mode.
+        net: any network; it runs in its current mode (training or evaluation).
         loss: takes the network's output and the batch, and returns a scalar.
         batch: a tensor, a tuple or list whose first item is the network's input, or a dict of keyword arguments.
         rate: the learning rate of the gradient step.

@@ -121,7 +121,7 @@ def _footnotes(result: Result, measured: list[str]) -> str:
         if not bar["reached"]
     ]
     reached = f"{len(judged) - len(missed)} of {len(judged)}" if missed else f"All {len(judged)}"
-    of = f"{reached} goals of this benchmark are reached"
+    of = f"{reached} goals for speed, memory and compile time (`bars` in the result file) are reached"
     told = [f"{of}; missed: {'; '.join(missed)}." if missed else f"{of}."]
     if any(_speedup(row).startswith("*") for row in result["rows"]):
         told.append("If a speedup is in italics, its 95% interval includes 1.")
@@ -160,7 +160,7 @@ def _cpu(r: Result) -> str:
         ]
         return f"{1 / statistics.geometric_mean(ratios):.2f} (worst {1 / max(ratios):.2f})"
 
-    return f"BN+ReLU {over_torch('relu')}, BN {over_torch('none')} times as fast as torch.nn"
+    return f"times as fast as torch.nn: BN+ReLU {over_torch('relu')}, BN {over_torch('none')}"
 
 
 def _kernels(r: Result) -> str:
@@ -182,7 +182,7 @@ def _host(r: Result) -> str:
         name: [row["ratio"] for row in r["rows"] if row["call"] == name] for name in ("BN", "BN+ReLU", "BN+add+ReLU")
     }
     means = (f"{name} {1 / statistics.geometric_mean(found):.2f}" for name, found in ratios.items())
-    return f"{', '.join(means)} times as fast as torch.nn (worst {1 / max(map(max, ratios.values())):.2f})"
+    return f"times as fast as torch.nn: {', '.join(means)} (worst {1 / max(map(max, ratios.values())):.2f})"
 
 
 def _cpu_networks(r: Result) -> str:

@@ -181,7 +181,7 @@ def figures(results: Path) -> str:
         recipe = next(iter(fig4["members"].values()))["recipe"]
         blocks += [
             f"Figure 4: {_images(fig4)} at {recipe['size']} px, {recipe['epochs']:g} epochs, {machine(fig4)}"
-            ' ([each network](docs/fig4.md)). Rows that start with "here" are ours, the others are the paper\'s.',
+            ' ([each network](docs/fig4.md)). Rows that start with "here" are ours; the others are the paper\'s.',
             table(rows),
             *_verdicts(fig4["steps"], fig4.get("best ensemble", [])),
         ]

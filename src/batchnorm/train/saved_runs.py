@@ -72,7 +72,7 @@ class SavedRun(NamedTuple):
         trained, network = saved.state.get("classes"), saved.state.get("network", {})
         if not _is_names(trained) or not isinstance(network, dict):
             raise ValueError(
-                f"{self.folder / 'final'} does not list its classes and network settings: train the run again"
+                f"{self.folder / 'final'} has no list of classes or no network settings: train the network again"
             )
         if classes is not None:
             check_classes(self.folder, trained, classes)

@@ -238,7 +238,10 @@ class Concatenation:
         self.parts = [_lying_in(self.whole, a, c) for a, c in zip(starts, channels, strict=False)]
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the whole tensor; gradients flow to ``parts``, the outputs of the functions that wrote the parts."""
+        """Return the whole tensor; its gradient is split among ``parts``.
+
+        ``parts`` are the outputs of the functions that wrote the tensors in ``self.parts``.
+        """
         y: Tensor = _Join.apply(self, *parts)  # type: ignore[no-untyped-call]
         return y
 

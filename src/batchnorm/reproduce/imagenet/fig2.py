@@ -259,8 +259,8 @@ def claims_table(studies: Studies) -> Section:
     if studies.dropout is not None and studies.dropout.finished:
         text += (
             " In the first column of verdicts, the verdicts on dropout come from separate runs, on fewer images and at"
-            " another rate. Removing dropout costs no accuracy if the mean accuracy falls by no more than the noise of"
-            " one run, which is half the width of the 95% prediction interval of one more run."
+            " another rate. Removing dropout counts as costing no accuracy if the mean accuracy falls by at most the"
+            " noise of one run: half the width of the 95% prediction interval for one more run."
         )
     return Section("What the paper found", text, rows)
 

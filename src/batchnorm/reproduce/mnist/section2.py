@@ -21,8 +21,8 @@ from ..publish import Experiment, publish
 from .training import Setting, digits, evenly, train_
 
 VARIANTS = {
-    "centring outside the gradient": ORANGE,
-    "centring and scaling outside the gradient": GREEN,
+    "centering outside the gradient": ORANGE,
+    "centering and scaling outside the gradient": GREEN,
     "batch normalization": BLUE,
 }
 

@@ -23,9 +23,9 @@ def normalize(
     element = tl.arange(0, BLOCK)
     exists = element < count - start
     channel = (((start % (C * inner)).to(tl.int32) + element) // inner) % C
-    centred = tl.load(x + start + element, mask=exists, other=0.0).to(tl.float32) - tl.load(mean + channel)
+    centered = tl.load(x + start + element, mask=exists, other=0.0).to(tl.float32) - tl.load(mean + channel)
     scale = tl.rsqrt(tl.load(var + channel) + eps) * load_or(gamma, channel, C, 1.0)
-    z = centred * scale + load_or(beta, channel, C, 0.0)
+    z = centered * scale + load_or(beta, channel, C, 0.0)
     if residual is not None:
         z += tl.load(residual + start + element, mask=exists, other=0.0).to(tl.float32)
     tl.store(y + start + element, activate(z, slope, ACT).to(y.dtype.element_ty), mask=exists)
@@ -51,8 +51,8 @@ def normalize_rows(
     exists = (row < rows)[:, None] & here[None, :]
     row = row.to(tl.int64)[:, None]
     value = tl.load(x + row * (x_stride * A) + channel[None, :], mask=exists, other=0.0).to(tl.float32)
-    centred = value - tl.load(mean + channel, mask=here, other=0.0)[None, :]
+    centered = value - tl.load(mean + channel, mask=here, other=0.0)[None, :]
     scale = tl.rsqrt(tl.load(var + channel, mask=here, other=1.0) + eps) * load_or(gamma, channel, C, 1.0)
-    z = centred * scale[None, :] + load_or(beta, channel, C, 0.0)[None, :]
+    z = centered * scale[None, :] + load_or(beta, channel, C, 0.0)[None, :]
     result = activate(z, slope, ACT).to(y.dtype.element_ty)
     tl.store(y + row * (y_stride * A) + channel[None, :], result, mask=exists)
