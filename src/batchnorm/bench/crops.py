@@ -53,7 +53,7 @@ def crops(
         device: cpu, cuda, or auto.
         out: the result file; published result files are in results/.
     """
-    options = dict(locals())
+    options = {key: value for key, value in locals().items() if key != "out"}
     above(0, width=width)
     at_least(1, size=size, images=images, batch_size=batch_size, rounds=rounds)
     at_least(0, workers=workers)
