@@ -7,7 +7,7 @@ import pytest
 import zoo
 from torch import nn
 
-from batchnorm.network_factory import make_network
+from batchnorm.network_factory import check_function, make_network
 
 SOURCE = """
 from torch import nn
@@ -51,6 +51,17 @@ def test_a_function_of_a_module_or_a_file(folder, tmp_path_factory, monkeypatch)
     assert net(example).shape == (1, 1)
     monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
     assert make_network(f"{folder}/mynet.py:build", 4)[0].out_features == 4
+
+
+def test_a_file_runs_once_unless_it_changes(tmp_path, capsys):
+    file, text = tmp_path / "told.py", "print('ran')\nfrom torch import nn\n\ndef build():\n    return nn.Identity()\n"
+    file.write_text(text)
+    check_function(f"{file}:build")
+    assert isinstance(make_network(f"{file}:build")[0], nn.Identity)
+    assert capsys.readouterr().out == "ran\n"
+    file.write_text(text.replace("Identity", "Flatten"))
+    assert isinstance(make_network(f"{file}:build")[0], nn.Flatten)
+    assert capsys.readouterr().out == "ran\n"
 
 
 def test_files_of_one_name_in_different_folders(folder, tmp_path):

@@ -152,9 +152,12 @@ def _import_file(path: Path) -> Any:
     path = path.resolve()
     if not path.is_file():
         raise ImportError(f"{path} is not a file; relative paths are resolved from the current folder")
-    # Add a digest of the path to the module's name. Otherwise files of the same name in different folders would replace
-    # each other in sys.modules.
-    name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
+    # The module's name has a digest of the path and the content, so that a file runs once, but again if it has changed,
+    # and files of the same name in different folders do not replace each other in sys.modules.
+    digest = hashlib.sha256(bytes(path) + b"\0" + path.read_bytes())
+    name = f"{path.stem}_{digest.hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
     spec = spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

@@ -1,5 +1,6 @@
 import json
 import os
+import shutil
 import zipfile
 
 import pytest
@@ -48,6 +49,21 @@ def test_a_replaced_checkpoint_is_never_incomplete(tmp_path, monkeypatch):
     assert load(final).state == {"note": "new"}
     assert final not in removed
     assert list(tmp_path.iterdir()) == [final]
+
+
+def test_what_a_killed_process_left_is_restored_or_removed(tmp_path):
+    final = save(tmp_path, 1, MODEL, {"note": "old"})
+    os.rename(final, tmp_path / ".replaced-000000001")  # killed before the new checkpoint had its name
+    (tmp_path / ".writing-000000001").mkdir()
+    (tmp_path / "step-000000002").mkdir()
+    shutil.copytree(tmp_path / ".replaced-000000001", tmp_path / ".replaced-000000002")
+    later = save(tmp_path, 3, MODEL, {})
+    assert load(later).step == 3
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000000002", "step-000000003"]
+    final = save(tmp_path / "final", 1, MODEL, {"note": "old"})
+    os.rename(final, final.parent / ".replaced-000000001")
+    save(final.parent, 2, MODEL, {})
+    assert load(final).state == {"note": "old"}
 
 
 def test_two_are_kept(tmp_path):

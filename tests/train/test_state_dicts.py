@@ -12,7 +12,7 @@ from training import OPTIONS, assert_same_outcome, small, train_small
 import batchnorm as bn
 from batchnorm.cli import main
 from batchnorm.train.checkpoint import load_latest
-from batchnorm.train.state_dicts import read_state_dict, start_from_
+from batchnorm.train.state_dicts import read_state_dict, start_from_, unwrapped
 
 SOURCE = """
 from torch import nn
@@ -74,6 +74,17 @@ def test_a_run_on_other_classes_goes_on_from_a_run(source, pretrained, two_class
     assert not any(isinstance(m, nn.BatchNorm2d) for m in run.network.modules())
 
 
+def test_the_command_resumes_a_run_whose_start_is_gone(source, data, tmp_path, capsys):
+    start = tmp_path / "start.pt"
+    torch.save(network(source).state_dict(), start)
+    words = f"--size 32 --batch-size 10 --epochs 2 --device cpu --workers 0 --data {data} --out {tmp_path / 'run'}"
+    command = ["train", "--network", f"{source}:build", "--from", str(start), *words.split()]
+    assert main([*command, "--max-steps", "2"]) == 0
+    start.unlink()
+    assert main(command) == 0
+    assert "resuming" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("ending", ["pt", "safetensors"])
 def test_a_state_dict_of_a_file(source, tmp_path, ending):
     state = {f"module.{name}": value for name, value in network(source, seed=1).state_dict().items()}
@@ -82,6 +93,13 @@ def test_a_state_dict_of_a_file(source, tmp_path, ending):
     net = network(source, seed=2)
     assert start_from_(net, str(path), 3) == f"starting from {path}: 9 of 9 tensors loaded"
     torch.testing.assert_close({f"module.{k}": v for k, v in net.state_dict().items()}, state, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("prefixes", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."])
+@pytest.mark.parametrize("net", [nn.Linear(2, 1), nn.ModuleDict({"module": nn.Linear(2, 1)})])
+def test_prefixes_of_wrappers_are_dropped(net, prefixes):
+    own = net.state_dict()
+    assert unwrapped({prefixes + name: value for name, value in own.items()}, net) == own
 
 
 def test_an_empty_file_is_no_state_dict(tmp_path):

@@ -55,6 +55,12 @@ def test_a_run_of_few_images_and_few_classes(data, tmp_path, capsys):
     assert "top-5" not in capsys.readouterr().out
 
 
+def test_steps_that_share_the_images_evenly_are_not_called_small(data, tmp_path, capsys):
+    words = "--width 0.04 --size 32 --batch-size 28 --epochs 1 --max-steps 1 --device cpu --workers 0"
+    assert main(["train", "--recipe", "bn-x30", "--data", str(data), "--out", str(tmp_path), *words.split()]) == 0
+    assert "; 1 step of 15 images on cpu, in " in capsys.readouterr().out
+
+
 def test_images_that_would_be_enlarged_are_told(data):
     source = open_source(data, "train")
     assert small_images_note(source, 32) is None  # the images are 36 px wide and high

@@ -208,6 +208,7 @@ def _as_used(net: nn.Module, mode: Mode, images: Tensor) -> tuple[Any, Tensor]:
                     setattr(stage, name, checkpoint_wrapper(block))
         case "ddp" | "fsdp2":
             from torch.distributed import HashStore, init_device_mesh  # type: ignore[attr-defined]
+            from torch.distributed.fsdp import fully_shard
 
             if not torch.distributed.is_initialized():
                 kind = "nccl" if images.is_cuda else "gloo"
@@ -217,7 +218,7 @@ def _as_used(net: nn.Module, mode: Mode, images: Tensor) -> tuple[Any, Tensor]:
             # FSDP2 rejects parameters that are not contiguous.
             net = net.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
             # By default, FSDP2 would use the GPU if there is one, even for a network on the CPU.
-            torch.distributed.fsdp.fully_shard(net, mesh=init_device_mesh(images.device.type, (1,)))
+            fully_shard(net, mesh=init_device_mesh(images.device.type, (1,)))
     return net, images
 
 

@@ -34,7 +34,6 @@ from typing import Any
 import torch
 
 from ..errors import JobsFailedError, above, at_least, differences
-from ..network_factory import is_of_library
 from ..pictures import picture_beside
 from ..processes import Remote
 from ..results import check_writable, environment, read_json, write_result
@@ -411,7 +410,7 @@ def _check(networks: Sequence[str], modes: Sequence[Mode], device: str, **number
     if not networks:
         raise ValueError("networks is empty: give at least one network")
     for name in networks:
-        if not is_of_library(name) and not name.partition(":")[2]:
+        if not name.partition(":")[2]:
             raise ValueError(f"'{name}' is not a network: give torchvision:NAME, timm:NAME or MODULE:FUNCTION")
         library = name.partition(":")[0]
         if library in ("torchvision", "timm") and find_spec(library) is None:

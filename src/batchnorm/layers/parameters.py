@@ -25,8 +25,8 @@ def param_groups(net: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     Decay on the weights W before a batch normalization only changes their effective step size, since BN((aW)u) = BN(Wu)
     for any a > 0. Decay on gamma and beta changes what the network computes. Gamma and beta are recognized by their
     layer (batch, instance, layer, group or RMS normalization), not by their shape. If such a layer has child modules,
-    for example a Linear in a conditional normalization, their parameters are decayed. Parameters with
-    ``requires_grad=False`` are left out, and a shared parameter appears once.
+    for example a Linear in a conditional normalization, their parameters are decayed, unless they parametrize gamma or
+    beta. Parameters with ``requires_grad=False`` are left out, and a shared parameter appears once.
 
     Args:
         net: any network.

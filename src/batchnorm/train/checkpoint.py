@@ -61,8 +61,7 @@ def save(folder: Path, step: int, model: dict[str, Tensor], state: dict[str, Any
     folder.mkdir(parents=True, exist_ok=True)
     final = folder / f"step-{step:09d}"
     temporary, replaced = folder / f".writing-{step:09d}", folder / f".replaced-{step:09d}"
-    for left in (temporary, replaced):
-        shutil.rmtree(left, ignore_errors=True)
+    _clean_up(folder)
     temporary.mkdir()
     # safetensors rejects non-contiguous tensors and tensors that share memory, so copy every tensor.
     tensors = {k: v.detach().cpu().clone(memory_format=torch.contiguous_format) for k, v in model.items()}
@@ -94,6 +93,16 @@ def save(folder: Path, step: int, model: dict[str, Tensor], state: dict[str, Any
     return final
 
 
+def _clean_up(folder: Path) -> None:
+    """Remove what a killed process left behind, but restore a checkpoint that had no replacement yet."""
+    for replaced in folder.glob(".replaced-*"):
+        final = folder / f"step-{replaced.name.removeprefix('.replaced-')}"
+        if not final.exists():
+            os.rename(replaced, final)
+    for left in (*folder.glob(".writing-*"), *folder.glob(".replaced-*")):
+        shutil.rmtree(left, ignore_errors=True)
+
+
 def load_latest(folder: Path) -> Checkpoint | None:
     """Return the newest intact checkpoint, or None if there are no checkpoints.
 
@@ -116,9 +125,9 @@ def load_latest(folder: Path) -> Checkpoint | None:
     return None
 
 
-def newest_step(folder: Path) -> int:
-    """Return the step of the newest checkpoint, intact or not, or 0 if there are no checkpoints."""
-    return max((int(path.name[5:]) for path in _newest_first(folder)), default=0)
+def newest_step(folder: Path) -> int | None:
+    """Return the step of the newest checkpoint, intact or not, or None if there are no checkpoints."""
+    return max((int(path.name[5:]) for path in _newest_first(folder)), default=None)
 
 
 def load(path: Path) -> Checkpoint:

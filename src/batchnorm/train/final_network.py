@@ -72,7 +72,7 @@ def statistics_of(net: nn.Module) -> Statistics:
 
 def example_images(size: int) -> Tensor:
     """Return two images of random noise, for tracing and checking a network."""
-    return torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0))
+    return torch.randn(2, 3, size, size, generator=torch.Generator().manual_seed(0), device="cpu")
 
 
 def augmented_batches(

@@ -25,7 +25,7 @@ from .lock import locked
 from .metrics import Logger, Result, hardware, write_run_result
 from .options import Options
 from .recipe import Recipe
-from .resume import RunState, claim_folder, resume_, save_state
+from .resume import RunState, claim_folder, has_checkpoints, resume_, save_state
 from .state_dicts import start_from_
 from .step import TrainStep, make_optimizer
 
@@ -80,8 +80,8 @@ class _Training:
         cuda = here.device.type == "cuda"
         self.bf16 = cuda if options.precision == "auto" else options.precision == "bf16"
         self.net = recipe.network(len(self.batches.classes))
-        resumed = any((self.folder / "checkpoints").glob("step-*"))
-        started = start_from_(self.net, recipe.start, len(self.batches.classes)) if recipe.start and not resumed else ""
+        begins = recipe.start and not has_checkpoints(self.folder)
+        started = start_from_(self.net, recipe.start, len(self.batches.classes)) if begins else ""
         if recipe.factory:  # raise an error now, not after days of training, if the network cannot be folded
             folded_network(self.net.eval(), recipe.size)
         self.net.train().to(here.device)
@@ -139,7 +139,7 @@ class _Training:
         device = ranks.device.type if ranks.world_size == 1 else f"{ranks.world_size} x {ranks.device.type}"
         images, classes, held = self.batches.num_examples, len(self.batches.classes), self.validation.num_examples
         steps, size = self.total_steps, self.batches.order.step_size(0)  # no step is larger than the first
-        few = f", too few images for --batch-size {recipe.batch_size:,}" if size < recipe.batch_size else ""
+        few = f", too few images for --batch-size {recipe.batch_size:,}" if images < recipe.batch_size else ""
         return (
             f"{recipe.name}: {network} on {images:,} images of {classes:,} classes, validated on {held:,};"
             f" {steps:,} step{'s' * (steps != 1)} of {size:,} images on {device}{few}, in {self.folder}"

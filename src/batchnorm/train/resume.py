@@ -18,6 +18,11 @@ from .distributed import Ranks
 from .recipe import Recipe
 
 
+def has_checkpoints(folder: Path) -> bool:
+    """Return whether the run in a folder would be resumed, instead of starting at step 0."""
+    return checkpoint.newest_step(folder / "checkpoints") is not None
+
+
 def claim_folder(
     out: Path, recipe: Recipe, data: dict[str, Any] | None = None, *, planned_steps: int | None = None
 ) -> None:
@@ -49,7 +54,7 @@ def claim_folder(
     known = out / "data.json"
     if data is not None and known.exists():
         check_same_data({f"the run in {out}": read_json(known), "this command": data})
-    taken = checkpoint.newest_step(out / "checkpoints")
+    taken = checkpoint.newest_step(out / "checkpoints") or 0
     if planned_steps is not None and taken > planned_steps:
         raise ValueError(
             f"the run in {out} has already trained for {taken:,} steps, but --epochs {recipe.epochs:g} gives only"

@@ -47,9 +47,9 @@ def unwrapped(state: Mapping[str, Any], net: nn.Module) -> dict[str, Any]:
     ['weight', 'bias']
     """
     own = net.state_dict()
-    while state:
+    while state and not any(name in own for name in state):
         prefix = next((p for p in ("module.", "_orig_mod.") if all(name.startswith(p) for name in state)), None)
-        if prefix is None or any(name.startswith(prefix) for name in own):
+        if prefix is None:
             break
         state = {name.removeprefix(prefix): value for name, value in state.items()}
     return dict(state)

@@ -27,6 +27,7 @@ from .loop import train as train_recipe
 from .metrics import Result
 from .options import Options
 from .recipe import RECIPES, Recipe
+from .resume import has_checkpoints
 
 RecipeName = Literal[
     "inception", "bn-baseline", "bn-x5", "bn-x30", "bn-x5-sigmoid", "inception-x5", "inception-sigmoid",
@@ -139,7 +140,8 @@ def check_before_training(recipe: Recipe, options: Options) -> tuple[int, str | 
         check_installed("tensorboard")
     # Listing the images may take a long time, so check everything else first.
     splits = training_splits(options.data, recipe.validate)
-    if recipe.start and not Path(recipe.start).expanduser().exists():
+    begins = recipe.start and not has_checkpoints(options.folder(recipe))
+    if begins and not Path(recipe.start).expanduser().exists():
         raise FileNotFoundError(f"--from {recipe.start}: there is no such run or file")
     if recipe.factory:
         check_function(recipe.factory)

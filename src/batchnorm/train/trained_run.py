@@ -200,8 +200,9 @@ def _is_rgb(image: Tensor) -> bool:
 def _as_list(images: AnImage | Sequence[AnImage]) -> list[AnImage]:
     if isinstance(images, Tensor):
         return list(images) if images.dim() == 4 else [images]
-    # Iterating over any of these types would not give images.
-    single = (str, bytes, os.PathLike, Mapping, IOBase, np.ndarray, nn.Module)
-    if isinstance(images, single) or not hasattr(images, "__iter__"):
+    # Iterating over any of these types, or over an array of numbers, would not give images.
+    single = (str, bytes, os.PathLike, Mapping, IOBase, nn.Module)
+    numbers = isinstance(images, np.ndarray) and images.dtype.kind not in "OU"
+    if numbers or isinstance(images, single) or not hasattr(images, "__iter__"):
         return [images]
     return list(images)

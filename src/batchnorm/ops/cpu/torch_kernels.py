@@ -75,9 +75,9 @@ def run(call: Call, constant_moments: bool) -> tuple[Tensor, Moments] | None:
     # The kernel returns 1/sqrt(var + eps), from which a variance much smaller than eps cannot be recovered. But the
     # kernel also updates a running variance. If this variance is 0 before the call and the momentum is (m-1)/m, it is
     # the biased variance of the batch after the call.
-    var, unused = x.new_zeros(channels, dtype=dtype), x.new_zeros(channels, dtype=dtype)
+    var, unused = x.new_zeros(2, channels, dtype=dtype).unbind()
     y, mean, invstd = torch.native_batch_norm(flatten(x, x), gamma, beta, unused, var, True, (m - 1) / m, eps)
-    ratio = mean * invstd  # not with NumPy, which would warn about NaN
+    ratio = mean * invstd  # not with NumPy, which warns about overflow and inf * 0
     if not ratio.dot(ratio).item() <= CONDITION**2:  # `not ... <=` is also true for NaN; `>` is not
         return None
     if residual is not None:

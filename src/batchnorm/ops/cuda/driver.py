@@ -170,6 +170,7 @@ def load(
     driver = library()
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     with torch.cuda.device(device):
+        _use_context_of(device.index)
         check(driver.cuModuleLoadData(ctypes.byref(module), _compile(file, definitions)))
         check(driver.cuModuleGetFunction(ctypes.byref(function), module, name.encode()))
         check(driver.cuFuncSetAttribute(function, _DYNAMIC_SHARED_MEMORY, shared))
