@@ -154,6 +154,12 @@ def test_upstream_population_needs_batches_that_can_be_read_again(kind):
     torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
 
 
+def test_batches_that_end_while_the_layers_are_ordered():
+    net, batches = Domains(), [{"x": torch.randn(8, 3), "camera": k} for k in (0, 1)]
+    with pytest.raises(ValueError, match="pass a list or a DataLoader"):
+        bn.estimate_(net, OneShot(batches), upstream="population")
+
+
 class Domains(nn.Module):
     """One batch normalization per camera, and one after both."""
 

@@ -86,7 +86,7 @@ class VerbReport:
         """Return the summary, the sites that need an explanation, and the notes."""
         _, action, _ = WORDS.get(self.verb, ("", "done", ""))
         listed, rest = list(self.sites), 0
-        if self.verb != "insert":  # list all of insert's sites, because the user did not choose them
+        if self.verb != "insert":  # list all of insert's sites, because a skipped nonlinearity matters too
             listed = [site for site in self.sites if site.reason or not site.action.startswith(action)]
             listed.sort(key=lambda site: site.action.startswith((action, "fixed")))
             listed, rest = listed[:LISTED], len(listed[LISTED:])

@@ -136,17 +136,17 @@ def estimate_(
     with torch.no_grad(), network_call.eagerly(), restored(net), _without_renorm(layers):
         for module in net.modules():
             module.training = upstream == "batch" and module in layers
-        passes, unread, read = [layers], batches if layers else islice(batches, 1), list[int]()
+        passes, unread, known = [layers], batches if layers else islice(batches, 1), 0
         if upstream == "population" and layers:
-            passes, unread = _by_depth(net, layers, batches, forward)
+            passes, unread, known = _by_depth(net, layers, batches, forward)
         for number, together in enumerate(passes, 1):
             observers = [_Observer(m, path, rule, direct=upstream == "population") for m, path in together.items()]
             label = f"estimating population statistics, pass {number} of {len(passes)}"
             shown = progress(unread, label, length_of(batches), "batch") if collectives.rank() == 0 else unread
-            read.append(_run(net, shown, forward, observers, functional))
-            if read[0] > 0 == read[-1]:
+            read = _run(net, shown, forward, observers, functional)
+            if known and not read:
                 raise ValueError(ONE_SHOT)
-            unread = batches
+            unread, known = batches, read
             for observer in observers:
                 observer.layer.training = False
                 averages = observer.averages()
@@ -207,13 +207,13 @@ def _layers_to_estimate(net: nn.Module) -> tuple[Layers, list[Site]]:
 
 def _by_depth(
     net: nn.Module, layers: Layers, batches: Iterable[Any], forward: network_call.Forward | None
-) -> tuple[list[Layers], Iterable[Any]]:
+) -> tuple[list[Layers], Iterable[Any], int]:
     """Group the layers into passes, so that each layer is in a later pass than the layers that its inputs depend on.
 
     If a layer is shared, that is, called several times, another layer and the shared layer can depend on each other.
     In this case, the other layer does not wait for the shared layer. All ranks get the same passes.
 
-    Return the passes, and the batches for the first pass.
+    Return the passes, the batches for the first pass, and a number of batches that are known to exist: 0 or 1.
     """
     iterator = iter(batches)
     if iterator is batches:
@@ -268,7 +268,7 @@ def _by_depth(
         ready = sorter.get_ready()
         passes.append({m: layers[m] for m in layers if m in ready})
         sorter.done(*ready)
-    return passes, unread
+    return passes, unread, len(first)
 
 
 def _graphs_of_others(

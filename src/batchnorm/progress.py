@@ -40,7 +40,7 @@ def progress(items: Iterable[T], label: str, total: int | None = None, unit: str
 
 
 def length_of(items: Iterable[object]) -> int | None:
-    """Return the number of items if it is known.
+    """Return the number of items, or None if it is unknown or 0.
 
     >>> length_of([1, 2]), length_of(iter([1, 2])), length_of(x for x in [1, 2])
     (2, 2, None)

@@ -225,6 +225,11 @@ def without_bias(net):
     return net
 
 
+def bad_first(net):
+    net.bn1.running_var[0] = float("nan")
+    net.bn1.eval()
+
+
 UNFREEZE = "unfreeze it with bn.unfreeze_, call bn.estimate_(net, batches), and freeze it again"
 FREEZE = "freeze it with bn.freeze_, which train() does not undo"
 # For each fault: a function that makes a network with this fault, the rule, the path, the end of the advice, and a
@@ -239,6 +244,10 @@ REMEDIES = {
     "frozen, NaN, before a layer": (
         *(frozen_first, "not_finite", "bn2"),
         *("repair the running averages of 'bn1'", unfreeze_and_estimate),
+    ),
+    "alone in evaluation mode, NaN, before a layer": (
+        *(faulty(bad_first), "not_finite", "bn2", "repair the running averages of 'bn1'"),
+        lambda net: estimated(net.eval()),
     ),
     "NaN": (faulty(not_finite), "not_finite", "bn2", "batch with inf or NaN", estimated),
     "ours, NaN": (faulty(not_finite, change=ours), "not_finite", "bn2", "call bn.estimate_(net, batches)", estimated),
@@ -337,11 +346,20 @@ def test_small_batches_without_running_statistics(keeps, small, single):
         assert "single_value" not in rules(net, [*data(), *data(1, m=1)])
 
 
-def test_stale_averages_can_make_features_look_dead():
+@pytest.mark.parametrize("keep", [lambda layer: bn.freeze_(layer), lambda layer: layer.eval()])
+def test_stale_averages_can_make_features_look_dead(keep):
     net = ours(healthy())
     stale_averages(net)
-    bn.freeze_(net.bn2)
+    keep(net.bn2)
     assert rules(net)["dead_features"].fix.startswith("check that its running averages are not stale")
+
+
+def test_parameters_of_eight_bits():
+    net = healthy()
+    net.scale = nn.Parameter(torch.ones(3).to(torch.float8_e4m3fn), requires_grad=False)
+    assert not bn.diagnose(net, data()).findings
+    net.scale.data = torch.full((3,), float("nan")).to(torch.float8_e4m3fn)
+    assert rules(net)["not_finite"].why == f"1 of {len(list(net.parameters()))} parameters has an inf or NaN: scale"
 
 
 def test_weight_decay_on_layers_inside_a_layer():

@@ -544,3 +544,16 @@ def test_heads_that_only_training_uses_are_not_noted(examples):
 
     net = WithHead(None, conv=conv(), norm=nn.BatchNorm2d(3), head=nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
     assert check(net, image()[:examples]).report.notes == ()
+
+
+def test_heads_of_a_rewritten_network_that_only_training_uses_are_not_noted():
+    class WithHead(Net):
+        def forward(self, x):
+            y = self.conv(x)
+            y = F.batch_norm(y, self.mean, self.var, training=self.training)
+            return (y, self.head(y.mean((2, 3)))) if self.training else y
+
+    net = WithHead(None, conv=conv(), head=nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
+    net.register_buffer("mean", torch.ones(3))
+    net.register_buffer("var", torch.full((3,), 2.0))
+    assert not any("does not reach" in note for note in check(net).report.notes)

@@ -236,9 +236,13 @@ def test_layers_that_the_network_does_not_call():
         ValueError, match=r"nothing to record: the network did not call .* watches \(act\); use layers="
     ):
         monitor.record(0, x)
-    with pytest.warns(UserWarning, match=r"recorded nothing: the network did not call .* watches \(act\)"), monitor:
-        net(x)
-    assert monitor.records == monitor.gradient_changes == []
+    for watching in (monitor, Monitor(net, probe=x)):
+        with (
+            pytest.warns(UserWarning, match=r"recorded nothing: the network did not call .* watches \(act\)"),
+            watching,
+        ):
+            net(x)
+        assert watching.records == watching.gradient_changes == []
 
 
 def compiled(function):

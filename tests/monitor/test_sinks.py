@@ -23,6 +23,15 @@ def test_json_lines_hold_what_memory_holds(tmp_path):
             torch.testing.assert_close(torch.tensor(line["percentiles"][layer]["x"]), found.x, rtol=1e-4, atol=1e-6)
 
 
+def test_only_records_from_the_first_new_step_on_are_removed(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text("".join(f'{{"step": {step}}}\n' for step in (0, 100, 50, 60)) + '{"step": 70')
+    with JSONLines(path) as sink:
+        for step in (80, 90):
+            sink.write(Record(step))
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 50, 60, 80, 90]
+
+
 def test_x_is_written_only_where_something_is_normalized(tmp_path):
     net = perceptron(batch_norm=False, inputs=6, widths=(5,), classes=3)
     with Monitor(net, sinks=[JSONLines(tmp_path / "m.jsonl")]):

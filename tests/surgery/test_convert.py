@@ -343,7 +343,7 @@ def test_dropout_between_a_layer_and_its_activation_keeps_them_apart():
         converted = bn.convert(net, torch.randn(batch, 3))
         assert converted[0].activation.name == "identity", batch
     (note,) = converted.report.notes
-    assert note.startswith("only evaluation mode was checked, because training mode fails on this example: ")
+    assert note.startswith("only evaluation mode was traced, because training mode fails on this example: ")
     assert "Expected more than 1 value per channel" in note
 
 

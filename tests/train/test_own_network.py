@@ -44,6 +44,15 @@ def steady(classes):
     )
 
 
+class CallsFunctions(nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.fc, self.unused = nn.Linear(48, classes), nn.ReLU()
+
+    def forward(self, x):
+        return self.fc(nn.functional.avg_pool2d(x, 8).flatten(1)).relu()
+
+
 def plain(classes):
     return nn.Sequential(nn.AvgPool2d(8), nn.Flatten(), nn.Linear(48, classes))
 
@@ -316,6 +325,14 @@ def test_how_long_it_will_take_is_said_after_a_hundred_steps(data, source, tmp_p
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("about ")]
     assert len(said) == 1
     assert said[0].endswith("left for 20 steps")
+
+
+def test_a_monitor_without_layers_stops_before_the_run_begins(words, source, tmp_path, capsys):
+    out = tmp_path / "run"
+    command = [*words, "--network", f"{source}:CallsFunctions", "--normalize", "as-is", "--out", str(out)]
+    assert main([*command, "--monitor-every", "2"]) == 2
+    assert "--monitor-every records the inputs of modules" in capsys.readouterr().err
+    assert not out.exists()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import chain
 from math import prod
 from typing import Any
@@ -20,6 +21,7 @@ from ..layers.norm_act import NormAct
 from ..network_copy import SharedWithOriginalError, isolated, private_copy
 from ..ops.moments import AveragedMoments, MomentAccumulator, batch_moments
 from ..progress import length_of, progress
+from ..surgery.convert import convertible
 
 
 class SingleValueError(Exception):
@@ -34,6 +36,8 @@ class Layer:
     module: TorchBatchNorm
     trains: bool
     """Whether ``net.train()`` puts the layer into training mode."""
+    ran_in_training: bool
+    """Whether the layer was in training mode on the batches."""
     inputs: list[MomentAccumulator] = field(default_factory=list)
     """The moments of its inputs: one accumulator for the first call in each forward pass, one for the second, ..."""
     m: float = 0.0
@@ -68,6 +72,11 @@ class Layer:
     def uses_batch(self) -> bool:
         """Whether training normalizes by the statistics of the batch."""
         return self.module.running_mean is None or (self.trains and not self.frozen)
+
+    @property
+    def used_batch(self) -> bool:
+        """Whether the layer normalized by the statistics of each batch."""
+        return self.module.running_mean is None or (self.ran_in_training and not self.frozen)
 
     @property
     def averages(self) -> list[AveragedMoments]:
@@ -141,6 +150,11 @@ class Evidence:
     batches: int
     optimizer: torch.optim.Optimizer | None
 
+    @cached_property
+    def convertible(self) -> set[nn.Module]:
+        """The layers that ``convert`` can replace by layers of this library."""
+        return set(convertible(self.net, self.graph)[0])
+
 
 def collect(
     net: nn.Module,
@@ -159,14 +173,15 @@ def collect(
     with network_call.at_index(0, first):
         graph, shows_training = _trace(net, first, forward)
     twin.train()
+    trains = {path: twin.get_submodule(path).training for path, m in net.named_modules()}
     layers = tuple(
-        Layer(path, m, twin.get_submodule(path).training)
+        Layer(path, m, trains[path], m.training if net.training else trains[path])
         for path, m in net.named_modules()
         if isinstance(m, TorchBatchNorm)
     )
     twin.eval()
     for layer in layers:
-        twin.get_submodule(layer.path).training = layer.module.training if net.training else layer.trains
+        twin.get_submodule(layer.path).training = layer.ran_in_training
         layer.watch(twin)
     device, number = network_call.device_of(net), 0
     shown = progress(chain([first], iterator), "diagnosing", length_of(batches), unit="batch")

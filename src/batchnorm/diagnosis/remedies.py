@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from ..layers import BatchNorm
-from ..surgery.convert import convertible
 from .evidence import Evidence, Layer
 
 LOAD_WEIGHTS = (
@@ -31,7 +30,7 @@ def convert(layer: Layer) -> str:
 
 def can_be_ours(e: Evidence, layer: Layer) -> bool:
     """Return whether the layer is one of this library, or ``convert`` can make it one."""
-    return isinstance(layer.module, BatchNorm) or layer.module in convertible(e.net, e.graph)[0]
+    return isinstance(layer.module, BatchNorm) or layer.module in e.convertible
 
 
 def freeze(e: Evidence, layer: Layer) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from math import log
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
 from ..errors import listed
@@ -48,17 +48,22 @@ Problem = tuple[str, str, str]
 Rule = Callable[[Evidence], Iterator[Problem]]
 
 
+def _is_finite(p: Tensor) -> bool:
+    narrow = p.is_floating_point() and p.dtype.itemsize < 2  # isfinite does not support float8
+    return bool((p.float() if narrow else p).isfinite().all())
+
+
 def not_finite(e: Evidence) -> Iterator[Problem]:
     """Find parameters with an inf or NaN, the first layer whose input has one, and running averages that have one."""
     parameters = dict(e.net.named_parameters())
-    broken = [name for name, p in parameters.items() if not bool(p.isfinite().all())]
+    broken = [name for name, p in parameters.items() if not _is_finite(p)]
     averages = {layer: (layer.module.running_mean, layer.module.running_var) for layer in e.layers}
     bad = [layer for layer, kept in averages.items() if not all(b is None or bool(b.isfinite().all()) for b in kept)]
     in_order = _in_order_of_execution(e)
     first = next((layer for layer in in_order if layer.not_finite), None)
     # A layer that normalizes by bad running averages in training passes an inf or NaN on to the layers after it.
     before = in_order[: in_order.index(first)] if first is not None else []
-    source = next((layer for layer in before if layer in bad and not layer.uses_batch), None)
+    source = next((layer for layer in before if layer in bad and not layer.used_batch), None)
     if broken:
         has = "has" if len(broken) == 1 else "have"
         why = f"{len(broken)} of {len(parameters)} parameters {has} an inf or NaN: {listed(broken, 3)}"
@@ -176,8 +181,7 @@ def half_frozen(e: Evidence) -> Iterator[Problem]:
         return
     for layer in e.layers:
         own = own_parameters(layer.module)
-        now = layer.module.training or not e.net.training
-        if own and not any(p.requires_grad for p in own) and layer.updates and now:
+        if own and not any(p.requires_grad for p in own) and layer.updates and layer.ran_in_training:
             yield (
                 layer.path,
                 "its gamma and beta are frozen, but training still normalizes by the batch and updates the averages",
@@ -307,7 +311,7 @@ def dead_features(e: Evidence) -> Iterator[Problem]:
             continue
         dead = int((layer.largest <= 0).sum())
         if dead:
-            stale = "" if layer.uses_batch else "check that its running averages are not stale; if they are not, "
+            stale = "" if layer.used_batch else "check that its running averages are not stale; if they are not, "
             yield (
                 layer.path,
                 f"the ReLU after it is 0 for {dead} of {layer.largest.numel()} features, on all batches",

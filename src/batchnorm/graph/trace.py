@@ -84,7 +84,7 @@ def trace_modes(
     except Exception as error:
         # For example, BN gets only one value per feature, SyncBatchNorm lacks a GPU, or the network needs targets.
         why = str(error).partition("\n")[0] or type(error).__name__
-        return [evaluation], (f"only evaluation mode was checked, because training mode fails on this example: {why}",)
+        return [evaluation], (f"only evaluation mode was traced, because training mode fails on this example: {why}",)
 
 
 def _call(net: nn.Module, example: Any, forward: network_call.Forward | None) -> Any:

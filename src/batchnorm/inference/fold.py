@@ -194,7 +194,7 @@ def _fold(
         *reads[:1],
         *_notes_on(forwards),
         *_notes_on_statistics(net),
-        *_notes_on_calls(source, left_out, example, forward),
+        *_notes_on_calls(net, left_out, example, forward),
     )
     return result, VerbReport("fold", tuple(sites), difference, notes)
 

@@ -26,6 +26,10 @@ _COMPILED = (
 )
 
 
+class NothingToRecordError(ValueError):
+    """Raised if a network has no layers that a monitor can watch, or calls none of them."""
+
+
 class Monitor:
     """Record percentiles of a network's nonlinearity inputs while it trains, without altering the training.
 
@@ -96,7 +100,7 @@ class Monitor:
         self._hooks, self._taps, self._end = ExitStack(), ExitStack(), ExitStack()
         self._seen: dict[str, Percentiles] | None = None
         self._busy = False
-        self._missed = False  # whether a training pass ran none of the layers
+        self._missed = False  # whether a pass that was to be recorded ran none of the layers
 
     @property
     def records(self) -> list[Record]:
@@ -154,6 +158,13 @@ class Monitor:
         batch = self.probe if batch is None else batch
         if batch is None:
             raise ValueError("nothing to record: pass a batch to record(), or create the Monitor with probe=")
+        record = self._probe(step, batch)
+        if record is None:
+            raise NothingToRecordError(f"nothing to record: {self._no_layer_ran()}")
+        return record
+
+    def _probe(self, step: int, batch: Any) -> Record | None:
+        """Run a batch, and store and return the record; return None if no layer ran."""
         seen: dict[str, Percentiles] = {}
         busy, self._busy = self._busy, True
         try:
@@ -162,9 +173,7 @@ class Monitor:
                 network_call.call(unwrapped(self.net)[1], batch)
         finally:
             self._busy = busy
-        if not seen:
-            raise ValueError(f"nothing to record: {self._no_layer_ran()}")
-        return self._keep(Record(step, seen))
+        return self._keep(Record(step, seen)) if seen else None
 
     def record_gradient_change(self, step: int, loss: Callable[[Any, Any], Tensor], batch: Any, rate: float) -> Record:
         """Store and return how each layer's gradient changes if only the layers below it take a gradient step.
@@ -187,7 +196,7 @@ class Monitor:
         self._taps.close()
         if self.step % self.every == 0:
             if self.probe is not None:
-                self.record(self.step)
+                self._missed = self._probe(self.step, self.probe) is None
             else:
                 self._seen = {}
                 self._taps.enter_context(network_call.eagerly())
@@ -233,7 +242,7 @@ def _chosen(net: nn.Module, layers: Sequence[str] | None) -> list[str]:
     if layers is None:
         layers = nonlinearities(net)
         if not layers:
-            raise ValueError(
+            raise NothingToRecordError(
                 "the network has no nonlinearity modules and no batch or instance normalization; name the layers to"
                 " watch with layers="
             )

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ..optional_packages import require
+from ..results import write_atomically
 from .records import Record
 
 
@@ -77,9 +78,9 @@ class JSONLines:
     """
 
     def __init__(self, path: str | Path) -> None:
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab+")
+        self._path = Path(path)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._path.open("ab")
         self._begun = False
 
     def write(self, record: Record) -> None:
@@ -92,11 +93,12 @@ class JSONLines:
 
     def _cut(self, step: int) -> None:
         """Remove an earlier run's records at or after ``step``, and an incomplete last line."""
-        self._file.seek(0)
-        for line in self._file:
-            if not line.endswith(b"\n") or json.loads(line)["step"] >= step:
-                self._file.truncate(self._file.tell() - len(line))
-                break
+        lines = self._path.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith(b"\n") and json.loads(line)["step"] < step]
+        if kept != lines:
+            self._file.close()
+            write_atomically(self._path, b"".join(kept))
+            self._file = self._path.open("ab")
 
     def close(self) -> None:
         """Close the file."""

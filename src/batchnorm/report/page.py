@@ -154,7 +154,7 @@ def _figure(k: int, run: Run) -> str:
     elif isinstance(final, dict) and (named := [name for name in final if name.startswith(TOP1)]):
         value, how = final[named[-1]], named[-1]
     name = f'<i class="run{k % 6}"></i>{escape(run.name)}'
-    return f'<div class="figure"><span>{name}</span><b>{value:.2%}</b><span>{how}</span></div>'
+    return f'<div class="figure"><span>{name}</span><b>{value:.2%}</b><span>{escape(how)}</span></div>'
 
 
 def _footer(runs: Sequence[Run]) -> str:

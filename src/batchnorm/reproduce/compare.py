@@ -19,7 +19,7 @@ from ..errors import above, at_least
 from ..jobs import run_side_by_side
 from ..report.page import write_report
 from ..report.runs import Run
-from ..report.train_runs import PAPERS_FIELDS, used
+from ..report.train_runs import used
 from ..results import check_writable, environment, read_json, write_result
 from ..train import RECIPES, Options, Recipe, train
 from ..train.distributed import find_device
@@ -216,10 +216,6 @@ class SeedRuns:
         return Run(name, config, end, {"val_top1": middle}, [], [], {"val_top1": {"low": low, "high": high}})
 
 
-def _fields(recipe: Recipe) -> dict[str, Any]:
-    return {key: value for key, value in asdict(recipe).items() if key not in PAPERS_FIELDS}
-
-
 def interval(values: Sequence[float], images: int) -> tuple[float, float]:
     """Return the 95% interval of a mean accuracy over seeds, measured on ``images`` validation images.
 
@@ -291,7 +287,7 @@ def publish(networks: Mapping[tuple[bool, float], SeedRuns], out: Path, **told: 
         Section("Verdict", f"{found[0].upper()}{found[1:]}. {_steps(times, top)} {RULE}", _best(plain, normalized)),
         Section("Every rate", _edges(networks, plain, normalized), _rates(networks)),
     ]
-    shared = {key: value for key, value in _fields(plain.jobs[0].recipe).items() if key not in VARIED}
+    shared = {key: value for key, value in used(asdict(plain.jobs[0].recipe)).items() if key not in VARIED}
     write_result(
         out / "compare.json",
         QUESTION,

@@ -16,7 +16,8 @@ from ..data.image_sources import describe_data, training_splits
 from ..evaluate import Accuracy, count_correct
 from ..evaluate.accuracy import TOP5_CLASSES
 from ..jobs import Stopped, StopSignal, stop_signal
-from ..monitor import Monitor
+from ..monitor import Monitor, Record
+from ..monitor.percentiles import NothingToRecordError
 from ..network_copy import outputs
 from . import checkpoint
 from .distributed import Ranks, ranks
@@ -85,6 +86,10 @@ class _Training:
         if recipe.factory:  # raise an error now, not after days of training, if the network cannot be folded
             folded_network(self.net.eval(), recipe.size)
         self.net.train().to(here.device)
+        dtype = torch.bfloat16 if self.bf16 else torch.float32
+        self.augment = Augment(recipe.photometric, dtype=dtype).to(here.device)
+        self.normalize = Normalize(dtype=dtype).to(here.device)
+        self.monitor = self._make_monitor() if options.monitor_every else None
         # Claim the folder only after checking the data and the network: a mistyped --data or --size must not leave a
         # folder that looks like a run and rejects the corrected command.
         if here.main:
@@ -95,10 +100,6 @@ class _Training:
         if cuda:
             self.net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.optimizer = make_optimizer(self.net, recipe, here.device)
-        dtype = torch.bfloat16 if self.bf16 else torch.float32
-        self.augment = Augment(recipe.photometric, dtype=dtype).to(here.device)
-        self.normalize = Normalize(dtype=dtype).to(here.device)
-        self.monitor: Monitor | None = None
         state = resume_(self.folder, self.net, self.optimizer, here, self.total_steps)
         self.step, self.evaluated = state.step, state.evaluated
         self.first, self.began = state.step, 0.0
@@ -217,15 +218,28 @@ class _Training:
             self.logger.log({"step": self.step, "loss": loss / count, "train_top1": right / count})
         return math.isfinite(loss)
 
+    def _make_monitor(self) -> Monitor:
+        """Return a monitor that probes the network with a validation batch; check that it sees any layer."""
+        images, _ = next(iter(self.validation.epoch(0)))
+        try:
+            monitor = Monitor(self.net, probe=self.normalize(images))
+            self._record(monitor, 0)
+        except NothingToRecordError as error:
+            raise ValueError(
+                "--monitor-every records the inputs of modules such as nn.ReLU and nn.BatchNorm2d, but the network"
+                " calls no such module, perhaps because it calls functions such as F.relu: remove this option"
+            ) from error
+        return monitor
+
+    def _record(self, monitor: Monitor, step: int) -> Record:
+        with torch.autocast(self.ranks.device.type, torch.bfloat16, enabled=self.bf16):
+            return monitor.record(step)
+
     def _monitor_if_due(self) -> None:
         """If due, record percentiles of the nonlinearities' inputs on a validation batch; training is not affected."""
-        if self.options.monitor_every == 0 or self.step % self.options.monitor_every:
+        if self.monitor is None or self.step % self.options.monitor_every:
             return
-        if self.monitor is None:
-            images, _ = next(iter(self.validation.epoch(0)))
-            self.monitor = Monitor(self.net, probe=self.normalize(images))
-        with torch.autocast(self.ranks.device.type, torch.bfloat16, enabled=self.bf16):
-            record = self.monitor.record(self.step)
+        record = self._record(self.monitor, self.step)
         if self.logger is not None:
             self.logger.log_monitor(record)
 

@@ -204,5 +204,5 @@ def _as_list(images: AnImage | Sequence[AnImage]) -> list[AnImage]:
     single = (str, bytes, os.PathLike, Mapping, IOBase, nn.Module)
     numbers = isinstance(images, np.ndarray) and images.dtype.kind not in "OU"
     if numbers or isinstance(images, single) or not hasattr(images, "__iter__"):
-        return [images]
+        return [images]  # type: ignore[list-item]
     return list(images)
