@@ -49,12 +49,17 @@ def contents(images):
 
 
 def shared_data(name):
-    """Return the path of a file in shared/data, in this folder or any folder above it."""
+    """Return the path of a file in shared/data; see :func:`shared_file`."""
+    return shared_file(f"data/{name}")
+
+
+def shared_file(name):
+    """Return the path of a file in shared, in this folder or any folder above it."""
     for parent in Path(__file__).resolve().parents:
-        path = parent / "shared" / "data" / name
+        path = parent / "shared" / name
         if path.exists():
             return path
-    return pytest.skip(f"needs shared/data/{name} beside the checkout")
+    return pytest.skip(f"needs shared/{name} beside the checkout")
 
 
 def real_jpegs(n=None):

@@ -28,3 +28,13 @@ def test_stored_variance_is_unbiased():
     assert abs(layer.running_var / population.var(0) - 1).item() < 0.05
     biased = layer.running_var * 3 / 4
     assert abs(biased / population.var(0) - 1).item() > 0.2
+
+
+def test_population_statistics_keep_mean_0_and_variance_1():
+    # The mean is exactly 0, and the variance is 1 up to the noise of the unbiased estimate.
+    population = torch.randn(4096, 3, dtype=torch.float64) * 3 + 5
+    layer = bn.BatchNorm1d(3, eps=0.0, affine=False).double()
+    bn.estimate_(layer, population.split(64))
+    x_hat = layer.eval()(population)
+    torch.testing.assert_close(x_hat.mean(0), torch.zeros(3, dtype=torch.float64), rtol=0, atol=1e-9)
+    assert (x_hat.var(0) - 1).abs().max() < 0.02

@@ -33,3 +33,26 @@ def test_a_bias_before_bn_is_canceled(scale):
     torch.testing.assert_close(with_bias, layer(F.conv2d(u, conv.weight)), rtol=1e-8, atol=1e-8)
     layer(F.conv2d(u, conv.weight, conv.bias)).square().sum().backward()
     assert conv.bias.grad.abs().max() < 1e-9
+
+
+def test_at_inference_all_locations_of_a_map_get_the_same_linear_transform():
+    layer = bn.BatchNorm2d(3).double()
+    torch.nn.init.normal_(layer.weight)
+    torch.nn.init.normal_(layer.bias)
+    layer(torch.randn(8, 3, 5, 6).double() * 2 + 1)
+    x = torch.randn(4, 3, 5, 6).double()
+    scale = layer.weight / torch.sqrt(layer.running_var + layer.eps)
+    shift = layer.bias - scale * layer.running_mean
+    torch.testing.assert_close(layer.eval()(x), x * scale[:, None, None] + shift[:, None, None])
+
+
+def test_two_moments_fix_the_distribution_of_wu_but_not_of_a_nonlinearitys_output():
+    z = torch.randn(100_000, 1).double()
+    moved = 2 * z + 1.5  # Wu after the weights below have changed, if Wu is Gaussian
+
+    def normalized(x):
+        return bn.ops.batch_norm(x, eps=0.0)[0]
+
+    torch.testing.assert_close(normalized(moved), normalized(z))
+    before, after = (normalized(F.relu(x)).pow(3).mean() for x in (z, moved))
+    assert before - after > 0.5  # the skewness

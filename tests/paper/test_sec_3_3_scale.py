@@ -97,3 +97,10 @@ def test_larger_weights_get_smaller_gradients_and_stop_growing():
     u, w, dy = problem()
     dw = torch.func.vjp(lambda w: layer(u, w, 0.0), w)[1](dy)[0]
     torch.testing.assert_close((dw * w).sum(1), torch.zeros(4, dtype=f64), rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("a", [0.5, 3.0, 100.0])
+def test_without_bn_the_scale_of_the_weights_scales_the_gradient(a):
+    u, w, dy = problem()
+    du, du_a = (torch.func.vjp(lambda u, k=k: u @ (k * w).T, u)[1](dy)[0] for k in (1.0, a))
+    torch.testing.assert_close(du_a, a * du)

@@ -50,7 +50,7 @@ class Crops:
     >>> [Crops.of(n, size=64).count for n in (1, 10, 144)], Crops.of(144, size=64).scales
     ([1, 10, 144], (73, 82, 91, 101))
 
-    Paper: Sec. 4.2.3, "The details of ensemble and multicrop inference are similar to [GoogLeNet]"
+    Paper: Sec. 4.2.3, "The details of ensemble and multicrop inference"
     """
 
     size: int

@@ -287,10 +287,10 @@ INCEPTION_X5 = replace(INCEPTION, name="inception-x5", rate=5 * INCEPTION.rate)
 # "We also attempted to train the original Inception with sigmoid, but the model remained at [...] chance."
 INCEPTION_SIGMOID = replace(INCEPTION, name="inception-sigmoid", activation="sigmoid")
 
-# Section 4.2.3: six networks, "each based on BN-x30, modified via some of the following: increased initial weights in
-# the convolutional layers; using Dropout (with the Dropout probability of 5% or 10%[...]); and using non-convolutional,
-# per-activation Batch Normalization with last hidden layers of the model". The paper does not say which network has
-# which modification, by how much the weights are increased, or which layers are "last hidden layers".
+# Section 4.2.3: six networks. "Each was based on BN-x30, modified via some of the following: increased initial weights
+# in the convolutional layers; using Dropout (with the Dropout probability of 5% or 10%[...]); and using
+# non-convolutional, per-activation Batch Normalization with last hidden layers of the model." The paper does not say
+# which network has which modification, by how much the weights are increased, or which layers are "last hidden layers".
 LARGE_INIT, LAST_LAYERS = 2.0, ("5b",)
 MEMBERS: dict[str, Recipe] = {
     f"bn-x30-{name}": replace(BN_X30, name=f"bn-x30-{name}", seed=seed, **changes)  # type: ignore[arg-type]

@@ -238,7 +238,10 @@ def failures(finished: Mapping[str, Finished]) -> Section:
 
 
 def rates(finished: Mapping[str, Finished]) -> Section:
-    """Tabulate the accuracy at each rate, with and without batch normalization, and compare the best rates."""
+    """Tabulate the accuracy at each rate, with and without batch normalization, and compare the best rates.
+
+    Paper: Sec. 3.3
+    """
     sweeps = {name: seeds for variant, name in SWEPT.items() if (seeds := seeds_of(finished, "rates", variant))}
     columns = [{one.run.recipe.rate: one for one in seeds.runs} for seeds in sweeps.values()]
     rows = [["rate", *sweeps]]
@@ -285,7 +288,10 @@ def _best_of_sweep(seeds: Seeds) -> Finished:
 
 
 def dropout(finished: Mapping[str, Finished]) -> Section:
-    """Tabulate the training and validation accuracy for each dropout probability, with and without BN."""
+    """Tabulate the training and validation accuracy for each dropout probability, with and without BN.
+
+    Paper: Sec. 3.4
+    """
     networks = [seeds_of(finished, "dropout", name) for name in ("inception", "bn-baseline")]
     rows = [
         ["dropout", *(f"{name}: {what}" for name in ("without BN", "with BN") for what in ("training", "validation"))]
@@ -330,7 +336,10 @@ def _repeated(finished: Mapping[str, Finished]) -> float | None:
 
 
 def ablation(finished: Mapping[str, Finished]) -> Section:
-    """Tabulate BN-x5's accuracy without each modification; a difference within the seeds' noise is not resolved."""
+    """Tabulate BN-x5's accuracy without each modification; a difference within the seeds' noise is not resolved.
+
+    Paper: Sec. 4.2.1
+    """
     seeds = unchanged_seeds_of(finished, "ablation", "bn-x5").final
     spread = noise(seeds)
     rows = [["modification", "BN-x5 without it", "the modification gives", "verdict"]]

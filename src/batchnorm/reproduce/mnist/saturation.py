@@ -78,7 +78,7 @@ def _follow(job: tuple[Setting, Sequence[int], float]) -> list[dict[str, float]]
 def saturated(net: nn.Module, batch: Tensor, tail: float) -> dict[str, float]:
     """Return, for each layer, the fraction of sigmoid outputs on a batch that are within ``tail`` of 0 or 1.
 
-    Paper: Sec. 1, "moved into the saturated regime of the nonlinearity"
+    Paper: Sec. 1, "into the saturated regime of the nonlinearity"
     """
     found: dict[str, float] = {}
 
