@@ -237,6 +237,8 @@ SECTIONS: dict[str, list[Row]] = {
         Row(
             "The MNIST network",
             (
+                "data.digits.Digits",
+                "data.digits.MNIST",
                 "data.digits.mnist",
                 "models.perceptron.perceptron",
                 "reproduce.mnist.training.Setting",
