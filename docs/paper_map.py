@@ -515,7 +515,7 @@ SECTIONS: dict[str, list[Row]] = {
         ),
         Row(
             '"a 28x28 binary image as input"',
-            ("data.digits.mnist",),
+            ("data.digits.mnist", "data.digits.MNIST", "data.digits.Digits"),
             ("paper/test_sec_4_1_setting.py::test_binary_images_of_28_by_28",),
             ("reproduce fig1",),
         ),

@@ -49,7 +49,7 @@ def test_names_in_the_walks_are_in_the_files_beside_them():
     walks = [item for item in items if item[0].isdigit()]
     checked = 0
     for item in walks:
-        files = [ROOT / path for path in re.findall(r"`((?:src|tests)/[\w./]*\.\w+)`", item)]
+        files = [ROOT / path for path in re.findall(r"`((?:src|tests|docs)/[\w./]*\.\w+)`", item)]
         text = "\n".join(path.read_text() for path in files)
         names = re.findall(r"`(\w+)`", item)
         assert not [name for name in names if name not in text], item

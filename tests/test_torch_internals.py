@@ -1,10 +1,11 @@
-"""Test that all private names of torch that the library uses are listed in torch_internals.txt and still exist.
+"""Test that all private names of torch that the library uses are listed in torch_internals.txt, once, and still exist.
 
 A new version of torch may drop any of them without notice, so run this test first after an upgrade. CI also runs it
 with torch's nightly build.
 """
 
 import ast
+import re
 from importlib import import_module
 from pathlib import Path
 
@@ -13,11 +14,14 @@ import torch
 from torch import nn
 
 ROOT = Path(__file__).parents[1]
-LISTED = [
+LINES = [
     line.split("#")[0].strip()
     for line in (ROOT / "tests" / "torch_internals.txt").read_text().splitlines()
     if line.split("#")[0].strip()
 ]
+LISTED = [line for line in LINES if ": " not in line]
+HEADERS = {header: names.split() for header, names in (line.split(": ") for line in LINES if ": " in line)}
+INCLUDE = Path(torch.__file__).parent / "include"
 TREES = [ast.parse(path.read_text()) for path in sorted((ROOT / "src").rglob("*.py"))]
 OWNERS = (nn.Module(), nn.Conv2d(1, 1, 1), nn.BatchNorm2d(1), torch.empty(0), torch.optim.SGD([torch.empty(0)]))
 
@@ -80,7 +84,7 @@ def test_every_private_name_is_listed():
     used = {name for tree in TREES for name in names_in(tree)}
     used = {name for name in used if not any(other.startswith(f"{name}.") for other in used)}
     used |= {name for tree in TREES for name in attributes_in(tree)}
-    assert sorted(used) == sorted(set(LISTED))
+    assert sorted(used) == sorted(LISTED)
 
 
 def resolve(name):
@@ -95,6 +99,30 @@ def resolve(name):
             found = getattr(found, part)
         return found
     raise AssertionError(name)
+
+
+CPP_HEADER = re.compile(r"^#include [<\"]((?:torch|ATen|c10)/.*)[>\"]", re.MULTILINE)
+CPP_NAME = re.compile(
+    r"(?<=\.)_\w+|[\w:]*(?:\b(?:impl|detail)::|torch::autograd::|THP|TH_ERRORS|\bpython_error\b)[\w:]*"
+)
+
+
+def test_every_private_cpp_name_and_header_is_listed():
+    files = [path for kind in ("cpp", "cu", "c") for path in (ROOT / "src").rglob(f"*.{kind}")]
+    code = "\n".join(re.sub("//.*", "", path.read_text()) for path in files)
+    names = set(CPP_NAME.findall(code))
+    attributes = {node.attr for tree in TREES for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    names |= {name for name in attributes if name.startswith("aoti_")}  # called through ctypes
+    assert sorted(names) == sorted(name for names in HEADERS.values() for name in names)
+    private = {header for header in CPP_HEADER.findall(code) if re.search("/(csrc|impl|detail)/", header)}
+    assert private <= set(HEADERS)
+
+
+@pytest.mark.parametrize("header", HEADERS)
+def test_the_header_still_has_its_names(header):
+    text = (INCLUDE / header).read_text()
+    for name in HEADERS[header]:
+        assert all(re.search(rf"\b{part}\b", text) for part in name.split("::")), name
 
 
 @pytest.mark.parametrize("name", LISTED)

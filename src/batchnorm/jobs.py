@@ -26,7 +26,15 @@ FAILED, STOPPED = 1, 2
 
 
 class Stopped(Exception):
-    """Raised by a job that was asked to stop, after it has saved its state."""
+    """Raised by a job that was asked to stop, after it has saved its state.
+
+        try:
+            train(recipe, options)
+        except Stopped as stopped:
+            print(stopped)  # stopped at step 1,200; run the same command again to resume
+
+    Beyond the paper: stopping and resuming a run.
+    """
 
 
 class StopSignal:

@@ -19,11 +19,32 @@ from .order import Order, Shuffle
 
 
 class TooManyCorruptError(ValueError):
-    """Raised if too many files cannot be read, in total or in one training batch."""
+    """Raised if too many files cannot be read, in total or in one training batch.
+
+    >>> import tempfile
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> (folder / "train/cat").mkdir(parents=True)
+    >>> _ = (folder / "train/cat/0.jpg").write_bytes(b"not an image")
+    >>> batches = open_images(folder, size=32, batch_size=1, train=False, max_corrupt=0)
+    >>> next(batches.epoch(0))
+    Traceback (most recent call last):
+    batchnorm.data.images.TooManyCorruptError: 1 files could not be read, more than max_corrupt=0: ...
+
+    Beyond the paper: reading damaged data.
+    """
 
 
 class ImageBatches:
     """Batches of images that can be read starting at any step of any epoch; made by :func:`open_images`.
+
+    >>> import tempfile
+    >>> from PIL import Image
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> (folder / "train/cat").mkdir(parents=True)
+    >>> for k in range(6): Image.new("RGB", (48, 40), "green").save(folder / f"train/cat/{k}.jpg")
+    >>> batches = open_images(folder, size=32, batch_size=2, train=True)
+    >>> len(batches), len(list(batches.epoch(0, start=1))), len(batches.centered(batch_size=6))
+    (3, 2, 1)
 
     Beyond the paper: the input pipeline.
     """

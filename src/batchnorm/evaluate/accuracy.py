@@ -19,6 +19,9 @@ TOP5_CLASSES = 6
 class Accuracy(NamedTuple):
     """The fractions of examples whose label has the highest score (top-1), or one of the five highest (top-5).
 
+    >>> Accuracy.of(torch.tensor([1.0, 3.0, 4.0]))
+    Accuracy(top1=0.25, top5=0.75, examples=4)
+
     Paper: Sec. 4.2, "validation accuracy @1"
     """
 
@@ -31,9 +34,6 @@ class Accuracy(NamedTuple):
         """Compute accuracies from the counts that :func:`count_correct` returns.
 
         In a distributed run, sum the counts over all ranks first.
-
-        >>> Accuracy.of(torch.tensor([1.0, 3.0, 4.0]))
-        Accuracy(top1=0.25, top5=0.75, examples=4)
         """
         top1, top5, count = counts.tolist()
         return cls(top1 / max(count, 1), top5 / max(count, 1), int(count))
@@ -100,6 +100,10 @@ def count_correct(
 
 class Score(NamedTuple):
     """The errors of a network's class probabilities, over all examples of all ranks.
+
+    >>> found = score(torch.tensor([[0.75, 0.25], [0.25, 0.75]]), torch.tensor([0, 0]))
+    >>> found.examples, found.top1_error, found.classes
+    (2, 0.5, 2)
 
     Paper: Fig. 4 (top-1 and top-5 error)
     """

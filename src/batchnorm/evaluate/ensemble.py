@@ -18,6 +18,12 @@ from .square_crops import SquareBatches
 class Member(NamedTuple):
     """A network's own score, and the score of the mean probabilities of all networks added so far.
 
+    >>> ensemble, label = Ensemble(), torch.tensor([0])
+    >>> a = ensemble.add("a", torch.tensor([[0.8, 0.2]]), label)
+    >>> b = ensemble.add("b", torch.tensor([[0.4, 0.6]]), label)
+    >>> b.name, b.alone.top1_error, b.together.top1_error
+    ('b', 1.0, 0.0)
+
     Paper: Sec. 4.2.3
     """
 
@@ -28,6 +34,13 @@ class Member(NamedTuple):
 
 class EnsembleReport(NamedTuple):
     """The scores of networks and of their mean probabilities. ``print`` shows them as a table.
+
+    >>> ensemble, p = Ensemble(), torch.tensor([[0.8, 0.2], [0.6, 0.4]])
+    >>> last = Predictions(p, labels=torch.tensor([0, 1]), examples=torch.arange(2), enlarged=0, corrupt=())
+    >>> _ = ensemble.add("a", p, last.labels)
+    >>> print(ensemble.report(crops=1, last=last))
+    a            top-1 error 50.00%, log loss 0.570, calibration error 40.00%
+    2 images, 1 crop of each
 
     Paper: Sec. 4.2.3; Fig. 4
     """
@@ -166,6 +179,19 @@ def evaluate_networks(
     Raises:
         ValueError: if there are no networks or no images, or if a network does not fit the data or gives NaN or
             infinite probabilities.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from PIL import Image
+    >>> from batchnorm.evaluate import Crops, open_squares
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> for name, color in ("a", "red"), ("b", "lime"), ("c", "blue"):
+    ...     (folder / "val" / name).mkdir(parents=True)
+    ...     Image.new("RGB", (48, 40), color).save(folder / "val" / name / "0.png")
+    >>> net = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())  # scores are the means of red, green and blue
+    >>> print(evaluate_networks({"color": lambda: net}, open_squares(folder, crops=Crops.of(1, size=32))))
+    color        top-1 error 0.00%, log loss 0.024, calibration error 2.41%
+    3 images, 1 crop of each
 
     Paper: Sec. 4.2.3; Fig. 4
     """

@@ -88,6 +88,11 @@ class MeanProbabilities(nn.Module):
 class Predictions(NamedTuple):
     """One network's class probabilities for this rank's images.
 
+    >>> from batchnorm.evaluate import score
+    >>> found = Predictions(torch.tensor([[0.8, 0.2]]), torch.tensor([0]), torch.tensor([7]), enlarged=0, corrupt=())
+    >>> score(found.probabilities, found.labels).top1_error
+    0.0
+
     Paper: Sec. 4.2.3
     """
 
@@ -116,6 +121,18 @@ def predict(net: nn.Module, batches: SquareBatches, *, batch_size: int = 256, na
     Raises:
         ValueError: if the network raises an error for images of the crops' size, or if its number of scores differs
             from the data's number of classes.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from PIL import Image
+    >>> from batchnorm.evaluate import open_squares
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> for name, color in ("a", "red"), ("b", "lime"), ("c", "blue"):
+    ...     (folder / "val" / name).mkdir(parents=True)
+    ...     Image.new("RGB", (48, 40), color).save(folder / "val" / name / "0.png")
+    >>> net = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten())  # scores are the means of red, green and blue
+    >>> predict(net, open_squares(folder, crops=Crops.of(10, size=32))).probabilities.argmax(1)
+    tensor([0, 1, 2])
 
     Paper: Sec. 4.2.3, "multicrop inference"
     """

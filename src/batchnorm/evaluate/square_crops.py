@@ -91,7 +91,19 @@ class SquareReader(Dataset[Squares]):
 
 
 class SquareBatches:
-    """Batches of squares from this rank's images of a split, each image once per pass; made by :func:`open_squares`."""
+    """Batches of squares from this rank's images of a split, each image once per pass; made by :func:`open_squares`.
+
+    >>> import tempfile
+    >>> from PIL import Image
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> (folder / "val/cat").mkdir(parents=True)
+    >>> Image.new("RGB", (48, 40)).save(folder / "val/cat/0.png")
+    >>> batches = open_squares(folder, crops=Crops.of(144, size=32))
+    >>> len(batches), batches.num_examples, batches.classes, batches.crops.count
+    (1, 1, ('cat',), 144)
+
+    Beyond the paper: loading images for evaluation.
+    """
 
     def __init__(self, source: ImageSource, crops: Crops, order: Order, workers: int, device: torch.device) -> None:
         self.source, self.crops, self.order, self.device = source, crops, order, device
@@ -150,6 +162,14 @@ def open_squares(
     Raises:
         FileNotFoundError: if the folder or its images are not found.
         ValueError: if an argument is out of range, the data is damaged, or a class has no images in the split.
+
+    >>> import tempfile
+    >>> from PIL import Image
+    >>> folder = Path(tempfile.mkdtemp())
+    >>> (folder / "val/cat").mkdir(parents=True)
+    >>> Image.new("RGB", (48, 40)).save(folder / "val/cat/0.png")
+    >>> [(squares.labels, squares.pixels[0].shape) for squares in open_squares(folder, crops=Crops.of(1, size=32))]
+    [(tensor([0]), torch.Size([1, 32, 32, 3]))]
 
     Beyond the paper: loading images for evaluation.
     """

@@ -42,6 +42,14 @@ class Description(NamedTuple):
 
     ``print(description)`` shows a table of the layers.
 
+    >>> description = describe(nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU()), size=4)
+    >>> print(description)
+    layer                              kind                    output   parameters   multiply-adds
+    0                                  Conv2d                   4x4x8          224           3,456
+    total                                                                      224           3,456
+    >>> description.depth
+    1
+
     Beyond the paper: counting parameters and multiply-adds.
     """
 

@@ -17,6 +17,12 @@ class Percentiles(NamedTuple):
     ``z`` has the percentiles of the nonlinearity's input, and ``x`` has the percentiles of x = Wu, the input of the
     batch normalization. Both have shape (percentiles, units). If there is no normalization, ``x`` is ``z``.
 
+    >>> from batchnorm.monitor import Monitor
+    >>> net = torch.nn.Sequential(torch.nn.BatchNorm1d(1), torch.nn.Sigmoid())
+    >>> z, x = Monitor(net).record(step=0, batch=torch.tensor([[1.0], [3.0], [5.0]])).percentiles["1"]
+    >>> z.shape, x[:, 0]  # the 15th, 50th and 85th percentile
+    (torch.Size([3, 1]), tensor([1.6000, 3.0000, 4.4000]))
+
     Paper: Fig. 1 b, c
     """
 
@@ -27,6 +33,12 @@ class Percentiles(NamedTuple):
 class Change(NamedTuple):
     """How much a layer's gradient changes from g to g': ||g' - g|| / ||g||, and the cosine of the angle between them.
 
+    >>> from batchnorm.monitor import gradient_change
+    >>> net = torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1, bias=False))
+    >>> for weight in net.parameters(): _ = torch.nn.init.ones_(weight)
+    >>> gradient_change(net, lambda y, batch: y.mean(), torch.ones(2, 1), rate=0.25)
+    {'1': Change(relative=0.25, cosine=1.0)}
+
     Paper: Sec. 2, internal covariate shift
     """
 
@@ -36,6 +48,12 @@ class Change(NamedTuple):
 
 class Record(NamedTuple):
     """The percentiles and gradient changes recorded at one step, by layer name; either may be empty.
+
+    >>> from batchnorm.monitor import Monitor
+    >>> net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Sigmoid())
+    >>> record = Monitor(net).record(step=100, batch=torch.randn(8, 4))
+    >>> record.step, list(record.percentiles), record.gradient_change
+    (100, ['1'], {})
 
     Paper: Fig. 1 b, c
     """

@@ -121,6 +121,13 @@ class TensorBoard:
     Raises:
         MissingExtraError: if tensorboard is not installed.
 
+    >>> import tempfile
+    >>> from batchnorm.monitor import Change
+    >>> folder = tempfile.mkdtemp()
+    >>> sink = TensorBoard(folder); sink.write(Record(7, gradient_change={"fc2": Change(0.5, 0.9)})); sink.close()
+    >>> len(list(Path(folder).glob("events.out.tfevents.*")))
+    1
+
     Beyond the paper: watching a run in TensorBoard.
     """
 

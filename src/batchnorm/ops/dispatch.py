@@ -35,6 +35,9 @@ class Choice(NamedTuple):
         path: "composite", "cpu" or "cuda".
         reason: why the call takes that path, or which kernels the path runs.
 
+    >>> explain(torch.randn(2, 3), mask=torch.tensor([True, False]))
+    Choice(path='composite', reason='a mask is given')
+
     Beyond the paper: shows what the dispatcher decided.
     """
 

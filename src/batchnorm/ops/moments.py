@@ -21,6 +21,9 @@ class Moments(NamedTuple):
         mean: mu_B.
         var: sigma_B^2, the biased variance.
 
+    >>> Moments(count=torch.tensor(4.0), mean=torch.tensor([0.0]), var=torch.tensor([3.0])).unbiased_var
+    tensor([4.])
+
     Paper: Alg. 1, l. 1-2
     """
 

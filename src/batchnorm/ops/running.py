@@ -32,6 +32,12 @@ class Running(NamedTuple):
         num_batches: how many batches updated the averages.
         num_skipped: how many batches had non-finite moments and were skipped.
 
+    >>> from batchnorm import ops
+    >>> running = Running(torch.zeros(1), torch.ones(1), torch.tensor(0), torch.tensor(0))
+    >>> y, moments = ops.batch_norm_(torch.tensor([[0.0], [4.0]]), None, None, running, momentum=0.5)
+    >>> running.mean, running.num_batches
+    (tensor([1.]), tensor(1))
+
     Paper: Sec. 3.1, moving averages
     """
 

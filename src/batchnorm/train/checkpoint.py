@@ -135,8 +135,6 @@ def load(path: Path) -> Checkpoint:
 
     Raises:
         CheckpointError: if a file is missing, was truncated or modified, or was not written by :func:`save`.
-
-    Beyond the paper: resuming a run.
     """
     safetensors = require("safetensors.torch", "train")
     step, files = _manifest(path)

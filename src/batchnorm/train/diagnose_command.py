@@ -41,8 +41,6 @@ def diagnose(
     Raises:
         FileNotFoundError: if the run or the data is not found.
         ValueError: if an option is invalid, the run cannot be loaded, or the network has no batch normalization.
-
-    Beyond the paper: common mistakes in networks with batch normalization.
     """
     at_least(1, batches=batches)
     at_least(0, workers=workers)

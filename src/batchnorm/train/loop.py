@@ -42,6 +42,10 @@ def train(recipe: Recipe, options: Options) -> Result:
     On the CPU, with the same number of threads and ranks, a resumed run ends with bit-for-bit the same weights as an
     uninterrupted run. Under ``torchrun``, each batch is divided among the ranks.
 
+        recipe = dataclasses.replace(RECIPES["bn-x30"], size=64)
+        result = train(recipe, Options(Path("images"), Path("runs/mine"), device="cuda"))
+        print(result.top1)
+
     Args:
         recipe: what to train and how.
         options: data, folder, device and how often to report.

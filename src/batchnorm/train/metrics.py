@@ -169,6 +169,9 @@ Statistics = Literal["population", "frozen", "none"]
 class Result:
     """The summary of a run, as written to its ``result.json``.
 
+        result = train(recipe, options)  # a Result
+        print(result.top1, result.best_step, result.hardware)
+
     Paper: Fig. 3 (steps to an accuracy, maximum accuracy)
     """
 

@@ -15,6 +15,10 @@ from .recipe import Recipe
 class Options:
     """The options of a run that are not in its recipe, such as the data, the device and how often to report.
 
+    >>> options = Options(Path("images"), device="cpu", workers=0, max_steps=1000)
+    >>> options.log_every, options.checkpoint_every
+    (100, 5000)
+
     Beyond the paper: options of a run.
     """
 

@@ -47,8 +47,6 @@ def predict(
         FileNotFoundError: if the run or an image is not found.
         ValueError: if an option is invalid, or if the run cannot be loaded.
         JobsFailedError: if images cannot be read; raised after the other images' predictions are printed and written.
-
-    Beyond the paper: using a trained network.
     """
     at_least(1, top=top, batch_size=batch_size)
     if not images:

@@ -150,7 +150,7 @@ def inception(
 class Network(nn.Sequential):
     """Call the layers in order, but if possible compute a unit together with a max pool that follows it.
 
-    Beyond the paper: the outputs of the units before max pools, which are large, need not be written to memory.
+    The outputs of the units before max pools, which are large, then need not be written to memory.
     """
 
     def forward(self, input: Tensor) -> Tensor:
