@@ -17,6 +17,7 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[1]
 PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "README.md": "index.md"}
 OUTSIDE = re.compile(r"\]\(\.\./([^)#]+)(#[^)]*)?\)")
+PICTURE = re.compile(r"!\[[^\]]*\]\(([^)]*\.png)\)")
 README_RESULTS = re.compile(r"<!-- results:[^\n]*-->\n(.*?)<!-- end of results -->", re.DOTALL)
 WHAT = {  # for result files that do not say what they measured
     "fig2.json": "Figures 2 and 3: steps and accuracy of Inception and its variants",
@@ -44,11 +45,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Make links to files outside ``docs`` lead to the site's copies, and insert the tables into the results page."""
+    """Make links to files outside ``docs`` lead to the site's copies, insert the tables into the results page, and link
+    each picture to itself, so that a click shows it in full size.
+    """
     if page.file.src_uri == "results.md":
         markdown = markdown.replace("<!-- README's tables -->", _readme_results())
         markdown = markdown.replace("<!-- result files -->", _result_files())
-    return OUTSIDE.sub(_inside, markdown)
+    return PICTURE.sub(r"[\g<0>](\1)", OUTSIDE.sub(_inside, markdown))
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
