@@ -17,7 +17,14 @@ from mkdocs.structure.pages import Page
 ROOT = Path(__file__).parents[1]
 PAGES = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md", "README.md": "index.md"}
 OUTSIDE = re.compile(r"\]\(\.\./([^)#]+)(#[^)]*)?\)")
+PICTURE = re.compile(r"!\[[^\]]*\]\(([^)]*\.png)\)")
 README_RESULTS = re.compile(r"<!-- results:[^\n]*-->\n(.*?)<!-- end of results -->", re.DOTALL)
+WHAT = {  # for result files that do not say what they measured
+    "fig2.json": "Figures 2 and 3: steps and accuracy of Inception and its variants",
+    "fig4.json": "Figure 4: errors with 1 and with 144 crops, of single networks and of ensembles",
+    "kernels-h200.json": "time of the fused CUDA kernels, eager torch, torch.compile and cuDNN, on single layers",
+}
+REPEATED = ("seeds", "rounds", "pairs")  # the words for repetitions in result files
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -38,11 +45,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Make links to files outside ``docs`` lead to the site's copies, and insert the tables into the results page."""
+    """Make links to files outside ``docs`` lead to the site's copies, insert the tables into the results page, and link
+    each picture to itself, so that a click shows it in full size.
+    """
     if page.file.src_uri == "results.md":
         markdown = markdown.replace("<!-- README's tables -->", _readme_results())
         markdown = markdown.replace("<!-- result files -->", _result_files())
-    return OUTSIDE.sub(_inside, markdown)
+    return PICTURE.sub(r"[\g<0>](\1)", OUTSIDE.sub(_inside, markdown))
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
@@ -88,21 +97,38 @@ def _result_files() -> str:
         result = json.loads(path.read_text())
         told = result.get("environment") or result["hardware"]
         machine = told.get("gpu") or told.get("device") or f"{told['hardware']}, {told['cores']} cores"
-        what = next((result[key] for key in ("question", "claim", "what") if key in result), "")
-        commit = f"`{told['commit'][:12]}`" if told.get("commit") else ""
+        what = next((result[key] for key in ("question", "claim", "what") if key in result), WHAT.get(path.name, ""))
+        commits = {row["commit"] for row in _rows(result) if "commit" in row} or {told.get("commit", "")}
         cells = (
             f"[{path.name}](../results/{path.name})",
             what,
             f"{machine}, torch {told['torch']}",
             _n(result),
-            commit,
+            "per row" if len(commits) > 1 else f"`{commits.pop()[:7]}`",
         )
+        if not all(cell.strip("`") for cell in cells):
+            raise PluginError(f"a cell of {path.name} is blank in the table of result files: {cells}")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
+def _rows(result: dict[str, Any]) -> list[dict[str, Any]]:
+    rows = result.get("members") or result.get("rows") or result.get("networks") or []
+    return list(rows.values()) if isinstance(rows, dict) else rows
+
+
 def _n(result: dict[str, Any]) -> str:
-    if seeds := result.get("options", {}).get("seeds"):
-        return f"{seeds} seeds"
-    rows = next((result[key] for key in ("rows", "runs", "networks", "members") if key in result), ())
-    return f"{len(rows)} rows" if rows else ""
+    """Return how often something was measured: seeds, rounds or pairs of runs; else the number of rows, or "1 run"."""
+    rows, settings = _rows(result), {**result.get("settings", {}), **result.get("options", {})}
+    for word in REPEATED:
+        found = {part[word] for part in (result, settings, *rows) if isinstance(part.get(word), int)}
+        if found:
+            return _count(word, min(found), max(found))
+    if "seed" in settings:
+        return "1 seed"
+    word = "members" if "members" in result else "rows"
+    return _count(word, len(rows), len(rows)) if rows else "1 run"
+
+
+def _count(word: str, least: int, most: int) -> str:
+    return f"{least} to {most} {word}" if least < most else f"{most} {word if most != 1 else word[:-1]}"

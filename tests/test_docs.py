@@ -5,13 +5,15 @@ import inspect
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from dataclasses import is_dataclass
 from pathlib import Path
 
 import pytest
 from public import WORDS
 from safetensors.torch import save_file
-from training import striped_folder
+from training import environment, striped_folder
 
 from batchnorm.cli import COMMANDS, main
 from batchnorm.network_factory import make_network
@@ -39,15 +41,19 @@ def test_code_runs(page, tmp_path, monkeypatch):
         exec(compile(block, str(page), "exec"), scope)
 
 
+def command_lines(page):
+    """Yield the lines with ``batchnorm`` commands in a page's code blocks without a language."""
+    for block in blocks(page, ""):
+        for line in block.replace("\\\n", " ").splitlines():
+            if re.search(r"(?:^|-m )batchnorm \w", line):
+                yield line
+
+
 def commands():
-    """Yield the ``batchnorm`` command lines in the pages' code blocks without a language, and in code spans."""
+    """Yield the ``batchnorm`` commands of all pages, in :func:`command_lines` and in code spans."""
     for page in PAGES:
-        text = page.read_text()
-        lines = [line for block in blocks(page, "") for line in block.replace("\\\n", " ").splitlines()]
-        lines += re.findall(r"`(batchnorm [^`]+)`", BLOCK.sub("", text))
-        for line in lines:
-            if found := re.search(r"(?:^|-m )batchnorm (\w.*)$", line):
-                yield page.name, found[1]
+        for line in [*command_lines(page), *re.findall(r"`(batchnorm \w[^`]+)`", BLOCK.sub("", page.read_text()))]:
+            yield page.name, re.sub(r"^(.* -m )?batchnorm ", "", line)
 
 
 @pytest.mark.parametrize("page", sorted({page for page, _ in commands()}))
@@ -72,47 +78,137 @@ def test_every_command_has_a_line():
     assert listed == [(name, command.does) for name, command in COMMANDS.items()]
 
 
-def line_of(page, start):
-    return next(line for name, line in commands() if name == page and line.startswith(start))
+# The commands in code blocks, by page and start, in the order in which the tests below run them. A start can stand for
+# several commands.
+OWN_NETWORK = [
+    *(("train.md", f"batchnorm {start}") for start in ("train", "predict", "fold", "compare")),
+    ("fine-tuning.md", "batchnorm train"),
+    ("ship.md", "batchnorm fold mynet"),
+    ("monitor.md", "batchnorm report"),
+]
+SHARD, TRAIN = ("imagenet.md", "batchnorm shard"), ("imagenet.md", "batchnorm train")
+TRAINED = [
+    *(("imagenet.md", f"batchnorm {start}") for start in ("evaluate", "report", "predict", "fold", "bench input")),
+    ("diagnose.md", "batchnorm diagnose"),
+    ("ship.md", "batchnorm predict runs/bn-x5"),
+]
+MNIST = [("reproduce.md", "batchnorm reproduce fig1"), ("reproduce.md", "batchnorm reproduce placement")]
+SEVERAL_RANKS = [("gpus.md", "torchrun --nproc-per-node"), ("gpus.md", "torchrun --nnodes")]
+PUBLISHED = [(f"fig{n}.md", f"batchnorm reproduce fig{n} --results") for n in (2, 4)]
+NOT_RUN = [  # the first is like the one in imagenet.md; the others train for long, and tests/reproduce runs their code
+    ("ship.md", "batchnorm fold runs/bn-x5"),
+    ("index.md", "batchnorm reproduce fig1"),
+    ("fig2.md", "batchnorm reproduce fig2 --data DIR"),
+    ("fig2.md", "batchnorm reproduce fig2 --plan dropout"),
+    ("fig4.md", "batchnorm reproduce fig4 --data DIR"),
+    ("fig4.md", "batchnorm reproduce fig4 --plan"),
+]
+SMALLER = {  # what the tests change in these commands, so that they take seconds on a CPU
+    r"--epochs \d+": "--epochs 1",
+    r"--steps \d+": "--steps 20 --processes 1",
+    r"--workers \d+": "--workers 0",
+    r"--batch-size \d+": "--batch-size 8",
+    r"--recipe bn-x30": r"\g<0> --width 0.04 --size 32 --epochs 1 --device cpu",
+    r"--size 64": r"\g<0> --workers 0",
+    r"^batchnorm compare": r"\g<0> --rates 0.03 --seeds 2 --jobs 2",
+    r"--nproc-per-node 8": "--nproc-per-node 2",
+    r"--nnodes 4": "--nnodes 1",
+    r"HOST:29500": "localhost:0",
+    r"/shared/": "",
+    r"(fig\d) --results RESULTS": r"\1 --results RESULTS/\1",
+}
+
+
+def lines_of(place):
+    page, start = place
+    return [line for line in command_lines(DOCS / page) if line.startswith(start)]
+
+
+def smaller(line):
+    """Return the words of a command line, with smaller sizes."""
+    for pattern, replacement in SMALLER.items():
+        line = re.sub(pattern, replacement, line)
+    return shlex.split(line)
+
+
+def run(places, capsys):
+    printed = ""
+    for line in [line for place in places for line in lines_of(place)]:
+        status, (out, err) = main(smaller(line)[1:]), capsys.readouterr()
+        assert status == 0, f"{line}: {err}"
+        printed += out
+    return printed
+
+
+def test_every_command_in_a_code_block_is_run_or_listed():
+    listed = [*OWN_NETWORK, SHARD, TRAIN, *TRAINED, *MNIST, *SEVERAL_RANKS, *PUBLISHED, *NOT_RUN]
+    assert all(lines_of(place) for place in listed)
+    found = {line for place in listed for line in lines_of(place)}
+    assert {line for page in PAGES for line in command_lines(page)} - found == set()
 
 
 def test_from_images_to_a_file(tmp_path, monkeypatch, capsys):
     """Run the commands of "Train your own network" on a few small images, then use the run as other guides do."""
     monkeypatch.chdir(tmp_path)
-    page = DOCS / "train.md"
-    (tmp_path / "mynet.py").write_text(next(block for block in blocks(page, "") if "def build" in block))
+    (tmp_path / "mynet.py").write_text(next(block for block in blocks(DOCS / "train.md", "") if "def build" in block))
     images = striped_folder(tmp_path / "images")
     next((images / "val").rglob("*.png")).rename("photo.jpg")
     shutil.rmtree(images / "val")
     shutil.copytree(images, "new-images")
     shutil.rmtree(tmp_path / "new-images/train/class0")
-    (tmp_path / "photos").mkdir()
-    shutil.copy("photo.jpg", "photos")
     save_file(make_network("mynet.py:build")[0].state_dict(), "net.safetensors")
-    _, *lines = (line.removeprefix("batchnorm ") for line in blocks(page, "")[0].splitlines())
-    lines += [line_of("fine-tuning.md", "train"), line_of("ship.md", "fold mynet"), line_of("monitor.md", "report")]
-    lines += [line_of("ship.md", "predict").replace("runs/bn-x5", "runs/mynet-build-insert --trust")]
-    for line in lines:
-        words = shlex.split(re.sub(r"--epochs \d+", "--epochs 1", line))
-        assert main(words) == 0, capsys.readouterr().err
-    printed = capsys.readouterr()
-    assert "starting from runs/mynet-build-insert: 18 of 20 tensors loaded; 11.weight, 11.bias init" in printed.out
+    printed = run(OWN_NETWORK, capsys)
+    assert "starting from runs/mynet-build-insert: 18 of 20 tensors loaded; 11.weight, 11.bias init" in printed
+    assert {path.name for path in tmp_path.iterdir()} >= {"net.onnx", "report.html"}
+    assert (tmp_path / "runs/compare-mynet-build/report.html").exists()
+
+
+def test_from_downloads_to_a_file(tmp_path, monkeypatch, capsys):
+    """Run the commands of "Train the paper's network on ImageNet", then use the run as other guides do."""
+    monkeypatch.chdir(tmp_path)
+    images = striped_folder(tmp_path / "images")
+    shutil.copytree(images, "DOWNLOADS")
+    (tmp_path / "photos").mkdir()
+    for name in ("photo.jpg", "photos/photo.jpg"):
+        shutil.copy(images / "val/class0/0.png", name)
+    for line in lines_of(SHARD):
+        shutil.rmtree("imagenet", ignore_errors=True)
+        assert main(smaller(line)[1:]) == 0
+    run([TRAIN], capsys)
+    for name in ("runs/bn-x5", "runs/mine"):
+        shutil.copytree("runs/bn-x30", name)
+    printed = run(TRAINED, capsys)
+    assert "12 images, 144 crops of each" in printed
+    assert "a GPU that trains on 20000 images/s needs" in printed
     assert {path.name for path in tmp_path.iterdir()} >= {"net.onnx", "predictions.csv", "report.html"}
 
 
-def test_images_to_shards(tmp_path, monkeypatch, capsys):
+@pytest.mark.dist
+def test_several_ranks(tmp_path):
+    striped_folder(tmp_path / "imagenet")
+    for line in [line for place in SEVERAL_RANKS for line in lines_of(place)]:
+        words = [sys.executable, "-m", "torch.distributed.run", *smaller(line)[1:]]
+        done = subprocess.run(words, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert "on 2 x cpu" in done.stdout
+    assert (tmp_path / "runs/bn-x30/result.json").exists()
+    assert (tmp_path / "run/result.json").exists()
+
+
+def test_short_runs_of_the_mnist_experiments(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    striped_folder(tmp_path / "DOWNLOADS")
-    assert main(shlex.split(line_of("imagenet.md", "shard"))) == 0
-    assert capsys.readouterr().out.startswith("train: ")
+    run(MNIST, capsys)
+    assert {path.name for path in (tmp_path / "runs").rglob("*.png")} == {"fig1.png", "placement.png"}
 
 
 def test_commands_that_need_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(shlex.split(line_of("imagenet.md", "describe inception --size 64"))) == 0
+    line = next(line for page, line in commands() if page == "imagenet.md" and line.startswith("describe inception --"))
+    assert main(shlex.split(line)) == 0
     assert capsys.readouterr().out.endswith("at 64 px the first max pool is left out\n")
-    published = shlex.quote(f"{ROOT}/results/fig4")  # the path may contain spaces
-    assert main(shlex.split(line_of("fig4.md", "reproduce fig4 --results").replace("RESULTS", published))) == 0
+    shutil.copytree(ROOT / "results", "RESULTS")
+    run(PUBLISHED, capsys)
+    assert (tmp_path / "runs/fig2/fig2.md").exists()
     assert (tmp_path / "runs/fig4/fig4.md").exists()
 
 
