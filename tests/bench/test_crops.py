@@ -2,21 +2,9 @@
 
 import json
 
-import pytest
-import torch
-
 from batchnorm.bench.crops import crops
 from batchnorm.bench.input import photographs
 from batchnorm.evaluate import Crops, open_squares
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    # The tensors are small and other tests use the same cores, so more threads would only wait for each other.
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_it_runs_and_leaves_a_result(tmp_path):
