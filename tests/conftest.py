@@ -77,8 +77,10 @@ def unwritten_is_nan():
 
 
 @pytest.fixture(autouse=True)
-def _seed():
+def _seed_and_threads():
     torch.manual_seed(0)
+    # The tensors are small and other tests use the same cores, so more threads would only wait for each other.
+    torch.set_num_threads(1)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -29,6 +29,23 @@ class Expected(NamedTuple):
     dx_terms: float  # size of the terms that cancel in dx; its rounding error is relative to them
     sum_terms: float  # size of the terms that are summed in dgamma and dbeta
 
+    def check(self, y, moments, x, gamma, beta, residual, scale):
+        """Compare y, the moments and the gradients of x, gamma, beta and the residual; ``scale`` widens tolerances."""
+        stats = torch.float64 if x.dtype == torch.float64 else torch.float32
+        assert y.dtype == x.grad.dtype == x.dtype
+        assert moments.mean.dtype == moments.var.dtype == moments.count.dtype == stats
+        assert_near(y, self.y, x.dtype, "y", scale)
+        assert_near(moments.mean, self.mean, stats, "mean")
+        assert_near(moments.var, self.var, stats, "var", 5 * scale)
+        assert_near(x.grad, self.dx, x.dtype, "dx", scale, self.dx_terms)
+        # The parameters are float32. But if the activation's derivative is computed from y, the terms of the
+        # parameters' gradients also contain the rounding errors of y.
+        wide = torch.float32 if x.dtype == torch.float64 else x.dtype
+        assert_near(gamma.grad, self.dgamma, wide, "dgamma", scale, self.sum_terms)
+        assert_near(beta.grad, self.dbeta, wide, "dbeta", scale, self.sum_terms)
+        if residual is not None:
+            assert_near(residual.grad, self.dresidual, x.dtype, "dresidual", scale)
+
 
 def rows(x: Tensor, feature_dims: int = 1) -> Tensor:
     """Reshape (N, *features, *locations) to (m, K), with one column for each feature."""

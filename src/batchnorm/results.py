@@ -19,11 +19,8 @@ import torch
 MAX_DEPTH = 100
 
 
-def environment(commit: str | None = None) -> dict[str, Any]:
+def environment() -> dict[str, Any]:
     """Return a description of this machine and its software, to record with a measurement.
-
-    Args:
-        commit: the commit to record; by default, the commit of the source tree.
 
     >>> sorted(environment())
     ['commit', 'cores', 'gpu', 'hardware', 'load', 'numpy', 'python', 'threads', 'torch']
@@ -37,7 +34,7 @@ def environment(commit: str | None = None) -> dict[str, Any]:
         "torch": torch.__version__,
         "numpy": numpy.__version__,
         "load": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
-        "commit": commit or _commit(),
+        "commit": _commit(),
     }
 
 

@@ -2,20 +2,9 @@
 
 import json
 
-import pytest
-import torch
-
-from batchnorm.bench.crops import crops, photographs
+from batchnorm.bench.crops import crops
+from batchnorm.bench.input import photographs
 from batchnorm.evaluate import Crops, open_squares
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    # The tensors are small and other tests use the same cores, so more threads would only wait for each other.
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_it_runs_and_leaves_a_result(tmp_path):
@@ -27,7 +16,7 @@ def test_it_runs_and_leaves_a_result(tmp_path):
 
 
 def test_its_images_have_all_crops(tmp_path):
-    (squares,) = open_squares(photographs(tmp_path, 3), crops=Crops.of(144, 32), batch_size=36)
+    (squares,) = open_squares(photographs(tmp_path, "val", 3), crops=Crops.of(144, 32), batch_size=36)
     assert [len(level) for level in squares.pixels] == [9, 9, 9, 9]
     # Photographs of this size and quality take 30 to 150 kB.
     assert all(20_000 < path.stat().st_size < 200_000 for path in tmp_path.rglob("*.jpg"))

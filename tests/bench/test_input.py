@@ -26,7 +26,7 @@ def test_it_measures_and_says_how_many_cores_feed_a_gpu(tmp_path, monkeypatch, c
 
 
 def test_it_makes_its_own_pictures(monkeypatch, tmp_path):
-    monkeypatch.setattr(bench._make_pictures, "__defaults__", (20,))
+    monkeypatch.setattr(bench.photographs, "__defaults__", (20,))
     monkeypatch.setattr(bench._workers_rate, "__defaults__", (0.1,))
     assert input_rate(images=10, rounds=1, workers=1, size=64, out=tmp_path / "r.json").data.startswith(
         "generated images"
@@ -34,7 +34,7 @@ def test_it_makes_its_own_pictures(monkeypatch, tmp_path):
 
 
 def test_it_times_nothing_where_the_loaders_differ(monkeypatch):
-    monkeypatch.setattr(bench._make_pictures, "__defaults__", (4,))
+    monkeypatch.setattr(bench.photographs, "__defaults__", (4,))
     right = bench._plain
     monkeypatch.setattr(bench, "_plain", lambda *arguments: 255 - right(*arguments))
     with pytest.raises(RuntimeError, match="nothing was timed"):

@@ -21,7 +21,6 @@ def test_peak_sees_what_is_allocated_meanwhile():
 
 
 def test_small_networks_on_this_machine(tmp_path, capsys):
-    torch.set_num_threads(1)
     rows = memory(4, 32, tmp_path / "memory.json", only=["ours", "ours, recompute"])
     names = ["stock", "ours", "ours, recompute"]
     assert [row.name for row in rows] == names

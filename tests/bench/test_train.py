@@ -18,7 +18,6 @@ def test_stock_parts_are_torchs():
 
 
 def test_contenders_compute_the_same_loss():
-    torch.set_num_threads(1)
     ready = [Timed(contender, 2, 64, torch.device("cpu")) for contender in (STOCK, STOCK_COMPOSED, OURS)]
     losses = {timed.contender.name: timed.first_loss() for timed in ready}
     check_same_function(losses)

@@ -57,7 +57,7 @@ def test_export_in_training_mode(momentum):
 
 
 def test_no_host_synchronization():
-    # Run the code path of CUDA tensors on fake tensors, where any .item() or bool() of data raises an error.
+    # Run the update on fake tensors, where any .item() or bool() of data raises an error.
     from torch._subclasses import FakeTensorMode
 
     from batchnorm.ops import running as module
@@ -65,5 +65,3 @@ def test_no_host_synchronization():
     with FakeTensorMode():
         running = (torch.zeros(3), torch.ones(3), torch.tensor(0), torch.tensor(0))
         module._update(*running, torch.tensor(4.0), torch.zeros(3), torch.ones(3), None)
-        with pytest.raises(Exception, match=r"_local_scalar_dense|numpy"):
-            module._update_cpu(*running, torch.tensor(4.0), torch.zeros(3), torch.ones(3), None)

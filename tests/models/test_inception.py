@@ -2,7 +2,6 @@
 
 import copy
 import re
-from collections import OrderedDict
 
 import pytest
 import torch
@@ -225,48 +224,6 @@ def test_on_a_gpu_the_network_without_normalization_computes_the_same(activation
         # With sigmoids, the gradients in the stem are smaller than 1e-6, and their terms nearly cancel, so the relative
         # rounding error is large.
         assert (got - expected).norm() <= (1e-3 if activation == "relu" else 2e-2) * expected.norm()
-
-
-def test_who_listens_to_a_unit_hears_its_layers():
-    unit = Unit(OrderedDict(conv=nn.Conv2d(3, 4, 3, padding=1), activation=nn.ReLU()))
-    unit.rearrange, x, heard = True, torch.randn(2, 3, 5, 5), []
-    expected = unit(x)
-    unit.conv.register_forward_hook(lambda *_: heard.append("conv"))
-    torch.testing.assert_close(unit(x), expected)
-    assert heard == ["conv"]
-
-
-def test_global_hooks_and_a_patched_forward_see_a_unit_as_drawn():
-    unit = Unit(OrderedDict(conv=nn.Conv2d(3, 4, 3, padding=1), activation=nn.ReLU()))
-    unit.rearrange, x, seen = True, torch.randn(2, 3, 5, 5), []
-    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.append(module))
-    unit(x)
-    handle.remove()
-    assert seen == [*unit, unit]
-    unit.conv.forward = lambda x, run=unit.conv.forward: run(2 * x)
-    torch.testing.assert_close(unit(x), nn.Sequential(*unit)(x))
-
-
-@pytest.mark.parametrize("layer", ["conv", "activation"])
-@pytest.mark.parametrize("register", ["register_full_backward_hook", "register_full_backward_pre_hook"])
-def test_who_listens_to_gradients_hears_them(layer, register):
-    unit = Unit(OrderedDict(conv=nn.Conv2d(3, 4, 3, padding=1), activation=nn.ReLU()))
-    unit.rearrange, x, heard = True, torch.randn(2, 3, 5, 5, requires_grad=True), []
-    getattr(getattr(unit, layer), register)(lambda *_: heard.append(layer))
-    unit(x).sum().backward()
-    assert heard == [layer]
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"padding": 2, "dilation": 2}, {"padding": 1, "groups": 2}, {"padding": 1, "padding_mode": "reflect"}],
-    ids=str,
-)
-def test_a_changed_convolution_stays_changed_in_a_rearranged_unit(options):
-    unit = Unit(OrderedDict(conv=nn.Conv2d(4, 6, 3, **options), activation=nn.ReLU()))
-    x = torch.randn(2, 4, 9, 9)
-    expected, unit.rearrange = unit(x), True
-    torch.testing.assert_close(unit(x), expected)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from triton import compile as triton_compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from batchnorm.models.bn_inception.triton import average_pool, bias, global_pool, max_pool, pixel_blocks, separable
+from batchnorm.models.bn_inception.triton import average_pool, global_pool, max_pool, pixel_blocks, separable
 from batchnorm.ops.cuda.triton import inference
 from batchnorm.ops.cuda.triton.backward import backward
 from batchnorm.ops.cuda.triton.forward import forward
@@ -17,7 +17,7 @@ from batchnorm.train.triton.update import update
 
 NUMBERS = (
     *("C", "units", "slices", "parts", "share", "beside", "x_stride", "x_plane", "y_stride", "y_plane", "width"),
-    *("dy_stride", "count", "H", "W", "out_H", "out_W", "tiles", "inner", "room", "first"),
+    *("dy_stride", "count", "H", "W", "out_H", "out_W", "inner", "room", "first"),
     *("classes", "pixels", "stride", "rows", "columns", "before", "each", "x_n", "x_c", "x_h", "x_w"),
 )
 POINTERS = {"bits": "u8", "where": "u8", "batches": "i64", "skipped": "i64", "words": "i32"}
@@ -80,10 +80,6 @@ def main():
             count += 1
     build(pixel_blocks.to_blocks, LAST, {"INPUTS": 3, "CHANNELS": 16, "P": 128, "V": 16}, "bf16", 1, (), {"x": "fp32"})
     count += 1
-    for kernel in (bias.forward, bias.backward):
-        for sigmoid in (False, True):
-            build(kernel, LAST, {"P": 16, "V": 64, "A": 16, "SIGMOID": sigmoid}, "bf16", 1, ())
-            count += 1
     for absent in ((), ("residual", "gamma", "beta")):
         build(inference.normalize, LAST, {"BLOCK": 2048}, "bf16", 1, absent)
         count += 1

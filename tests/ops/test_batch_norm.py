@@ -36,20 +36,7 @@ def check(x, activation=None, with_residual=False, feature_dims=1, eps=EPS, scal
     y.backward(dy)
     m = x.numel() // features.numel()
     assert moments.count.item() == m
-    assert y.dtype == x.dtype
-    assert_near(y, want.y, x.dtype, "y", scale)
-    stats = torch.float64 if x.dtype == torch.float64 else torch.float32
-    assert moments.mean.dtype == moments.var.dtype == stats
-    assert_near(moments.mean, want.mean, stats, "mean")
-    assert_near(moments.var, want.var, stats, "var", 5 * scale)
-    assert_near(x.grad, want.dx, x.dtype, "dx", scale, want.dx_terms)
-    # The parameters are float32. But if the activation's derivative is computed from y, the terms of the parameters'
-    # gradients also contain the rounding errors of y.
-    wide = torch.float32 if x.dtype == torch.float64 else x.dtype
-    assert_near(gamma.grad, want.dgamma, wide, "dgamma", scale, want.sum_terms)
-    assert_near(beta.grad, want.dbeta, wide, "dbeta", scale, want.sum_terms)
-    if residual is not None:
-        assert_near(residual.grad, want.dresidual, x.dtype, "dresidual", scale)
+    want.check(y, moments, x, gamma, beta, residual, scale)
     return y
 
 

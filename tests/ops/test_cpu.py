@@ -75,19 +75,8 @@ def check(x, activation="identity", with_residual=False, eps=EPS, scale=1.0):
     for before, after in zip(given_, (x, gamma, beta, residual, dy), strict=True):
         assert before is None or torch.equal(before, after)
 
-    stats = torch.float64 if x.dtype == torch.float64 else torch.float32
-    assert y.dtype == x.grad.dtype == x.dtype
-    assert moments.mean.dtype == moments.var.dtype == moments.count.dtype == stats
     assert moments.count.item() == x.numel() // x.shape[1]
-    assert_near(y, want.y, x.dtype, "y", scale)
-    assert_near(moments.mean, want.mean, stats, "mean")
-    assert_near(moments.var, want.var, stats, "var", 5 * scale)
-    assert_near(x.grad, want.dx, x.dtype, "dx", scale, want.dx_terms)
-    wide = torch.float32 if x.dtype == torch.float64 else x.dtype
-    assert_near(gamma.grad, want.dgamma, wide, "dgamma", scale, want.sum_terms)
-    assert_near(beta.grad, want.dbeta, wide, "dbeta", scale, want.sum_terms)
-    if residual is not None:
-        assert_near(residual.grad, want.dresidual, x.dtype, "dresidual", scale)
+    want.check(y, moments, x, gamma, beta, residual, scale)
     return y
 
 

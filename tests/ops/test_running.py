@@ -1,4 +1,4 @@
-"""Test the running averages on the CPU's path, which branches, and on the path without host synchronization."""
+"""Test the running averages, updated by the operator and, as inside torch.func transforms, without it."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from batchnorm.layers import BatchNorm1d
 from batchnorm.ops import Moments, Running
 from batchnorm.ops import running as module
 
-PATHS = {"branching": module._update_cpu, "without synchronization": module._update, "operator": None}
+PATHS = {"without synchronization": module._update, "operator": None}
 
 
 @pytest.fixture(params=PATHS)

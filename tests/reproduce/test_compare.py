@@ -5,7 +5,6 @@ import math
 import statistics
 
 import pytest
-import torch
 from training import striped_folder
 
 from batchnorm.cli import main
@@ -46,7 +45,6 @@ def words(folder):
 
 def trained(folder, out, function, change, name, seed):
     """Train one run of the comparison in this process."""
-    torch.set_num_threads(1)
     base = resolve(RECIPES["bn-x5"], Overrides(factory=f"{folder}/own.py:{function}", **FIELDS))
     recipe = resolve(base, Overrides(name=f"{name}-rate-0.01-seed-{seed}", normalize=change, rate=0.01, seed=seed))
     train(recipe, Options(folder / "images", out / recipe.name, device="cpu", workers=0))

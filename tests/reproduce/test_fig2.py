@@ -64,7 +64,9 @@ def run(data, plan, out, **options):
 def session(data, plan, tmp_path_factory):
     """Train two runs in parallel, and a third that diverges."""
     out = tmp_path_factory.mktemp("fig2")
-    run(data, plan, out, jobs=2, only=("plain", "normalized", "far"), commit="1234abc")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BATCHNORM_COMMIT", "1234abc")
+        run(data, plan, out, jobs=2, only=("plain", "normalized", "far"))
     return out
 
 

@@ -69,7 +69,9 @@ def run(data, plan, out, **options):
 def session(data, plan, tmp_path_factory):
     """Train two members in parallel."""
     out = tmp_path_factory.mktemp("fig4")
-    run(data, plan, out, only=TWO, commit="1234abc")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BATCHNORM_COMMIT", "1234abc")
+        run(data, plan, out, only=TWO)
     return out
 
 

@@ -1,5 +1,4 @@
 import pytest
-import torch
 from training import striped_folder, train_small
 
 import batchnorm as bn
@@ -43,12 +42,3 @@ def refusal(capsys):
         return err.rstrip("\n")
 
     return refusal
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    # The tensors are small and other tests use the same cores, so more threads would only wait for each other.
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

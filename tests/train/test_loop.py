@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from training import assert_same_outcome, outcome, small, start, train_small
 
 from batchnorm.train import Recipe, Stopped
@@ -22,7 +21,6 @@ from batchnorm.train.train_command import _summary
 def reference(data, tmp_path_factory):
     """Return the folder of an uninterrupted run of 12 steps."""
     out = tmp_path_factory.mktemp("reference")
-    torch.set_num_threads(1)
     train_small(data, out, targets=(0.1, 1.01))
     return out
 

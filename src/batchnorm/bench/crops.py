@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -20,9 +19,9 @@ from ..evaluate.predictions import MeanProbabilities
 from ..evaluate.square_crops import Squares
 from ..inference import fold
 from ..models import inception
-from ..optional_packages import require
 from ..results import check_writable, environment, write_json
 from ..train.distributed import find_device
+from .input import photographs
 
 
 def crops(
@@ -61,7 +60,7 @@ def crops(
     check_writable(out)
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         batches = open_squares(
-            photographs(Path(folder), images),
+            photographs(Path(folder), "val", images),
             crops=Crops.of(crops, size),
             batch_size=batch_size,
             workers=workers,
@@ -87,24 +86,6 @@ def crops(
     for name, value in median.items():
         print(f"{name:8} {value:10,.0f} crops/s  {value / median['forward']:.2f} times the rate of forward")
     return result
-
-
-def photographs(folder: Path, count: int) -> Path:
-    """Fill an image folder with JPEG files about as large and detailed as photographs, and return the folder."""
-    image_module, rng = require("PIL.Image", "train"), np.random.default_rng(0)
-    (folder / "val" / "all").mkdir(parents=True)
-    for k in range(count):
-        width, height = ((500, 375), (375, 500), (500, 333))[k % 3]
-        # A blend of noise at several scales has about the detail and file size of a photograph.
-        layers = [
-            image_module.fromarray(rng.integers(0, 256, (height // s, width // s, 3), dtype=np.uint8)).resize(
-                (width, height), image_module.Resampling.BICUBIC
-            )
-            for s in (64, 16, 4)
-        ]
-        mixed = image_module.blend(image_module.blend(layers[0], layers[1], 0.4), layers[2], 0.25)
-        mixed.save(folder / "val" / "all" / f"{k:05d}.jpg", quality=90)
-    return folder
 
 
 def _network(size: int, width: float, device: str) -> nn.Module:

@@ -79,8 +79,7 @@ def input_rate(
     shared memory.
 
     Args:
-        data: an image folder or tar shards; by default, generated pictures of 500x375 pixels, which are smoother than
-            photographs and so faster to decode.
+        data: an image folder or tar shards; by default, generated images of about 500x375 pixels.
         split: the split of the data to use.
         size: height and width of the crops.
         images: maximum number of images for each timing of one core; the images are spread evenly over the data.
@@ -93,7 +92,7 @@ def input_rate(
     above(0, gpu_rate=gpu_rate)
     check_writable(out)
     with ExitStack() as stack:
-        root = data or _make_pictures(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+        root = data or photographs(Path(stack.enter_context(tempfile.TemporaryDirectory())), split)
         stack.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
         source = open_source(root, split)
@@ -106,7 +105,7 @@ def input_rate(
             plain.append(_core_rate(lambda request: _plain(source, reader, request), requests))
             ours.append(_core_rate(lambda request: reader[request].images, requests))
         rate = InputRate(
-            data=data.name if data else "generated images of 500x375 pixels",
+            data=data.name if data else "generated images of about 500x375 pixels",
             images=len(chosen),
             size=size,
             rounds=rounds,
@@ -162,12 +161,19 @@ def _workers_rate(root: Path, split: str, size: int, workers: int, seconds: floa
         epoch += 1
 
 
-def _make_pictures(root: Path, count: int = 200) -> Path:
-    pillow = require("PIL.Image", "train")
-    folder = root / "train" / "made"
-    folder.mkdir(parents=True)
-    rng = np.random.default_rng(0)
+def photographs(folder: Path, split: str, count: int = 200) -> Path:
+    """Fill an image folder with JPEG files about as large and detailed as photographs, and return the folder."""
+    image_module, rng = require("PIL.Image", "train"), np.random.default_rng(0)
+    (folder / split / "all").mkdir(parents=True)
     for k in range(count):
-        coarse = pillow.fromarray(rng.integers(0, 256, (38, 50, 3), dtype=np.uint8))
-        coarse.resize((500, 375), pillow.Resampling.BICUBIC).save(folder / f"{k}.jpg", quality=90)
-    return root
+        width, height = ((500, 375), (375, 500), (500, 333))[k % 3]
+        # A blend of noise at several scales has about the detail and file size of a photograph.
+        layers = [
+            image_module.fromarray(rng.integers(0, 256, (height // s, width // s, 3), dtype=np.uint8)).resize(
+                (width, height), image_module.Resampling.BICUBIC
+            )
+            for s in (64, 16, 4)
+        ]
+        mixed = image_module.blend(image_module.blend(layers[0], layers[1], 0.4), layers[2], 0.25)
+        mixed.save(folder / split / "all" / f"{k:05d}.jpg", quality=90)
+    return folder

@@ -11,7 +11,6 @@ import hashlib
 import json
 import platform
 import re
-import time
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -23,7 +22,6 @@ from .. import ops
 from ..errors import differences
 from ..ops.cuda import resident, schedule
 from ..ops.cuda.layout import geometry_of
-from ..results import environment
 
 
 class LayerShape(NamedTuple):
@@ -80,11 +78,6 @@ def hardware() -> dict[str, Any]:
         "python": platform.python_version(),
         "method": "median of 11 CUDA-graph replays over inputs of 180 MB, but at most 64 sets; outputs kept",
     }
-
-
-def provenance(commit: str | None) -> dict[str, Any]:
-    """Return the commit and date that every row records."""
-    return {"commit": environment(commit)["commit"], "date": time.strftime("%Y-%m-%d")}
 
 
 @cache

@@ -29,7 +29,7 @@ from .. import ops
 from ..errors import at_least
 from ..pictures import picture_beside
 from ..processes import device_turn, workers
-from ..results import check_writable
+from ..results import check_writable, environment
 from .gpu_timing import Stopwatch, buffers, copy_bandwidth, require_gpu
 from .kernel_rows import (
     Given,
@@ -41,7 +41,6 @@ from .kernel_rows import (
     is_measured,
     key_of,
     names_of,
-    provenance,
     short_list,
 )
 from .kernels_report import bars, draw, line, write
@@ -212,7 +211,6 @@ def kernels(
     autotune: bool = True,
     seconds: float = math.inf,
     jobs: int = max(1, (os.cpu_count() or 1) - 2),
-    commit: str | None = None,
 ) -> None:
     """Time the fused CUDA kernels against eager torch, torch.compile and the limit set by memory bandwidth.
 
@@ -223,7 +221,6 @@ def kernels(
         autotune: also time torch.compile's max-autotune mode and, for each bfloat16 layer in NHWC, cuDNN in float16.
         seconds: start no new measurements after this many seconds.
         jobs: number of processes, which compile in parallel and measure one at a time; 0 uses only this process.
-        commit: the commit to record in the result file, if the code is not a git checkout.
     """
     at_least(0, jobs=jobs, seconds=None if seconds == math.inf else seconds)
     if not dtypes:
@@ -238,7 +235,8 @@ def kernels(
         for layer in (all_layers() if layers == "all" else short_list())
         for channels_last in (True, False)
     ]
-    machine, origin = hardware(), provenance(commit)
+    machine = hardware()
+    origin = {"commit": environment()["commit"], "date": time.strftime("%Y-%m-%d")}
     processors = torch.cuda.get_device_properties().multi_processor_count
     rows = earlier_rows(out, machine, processors)
     wanted = "compile-max" if autotune else "compile"

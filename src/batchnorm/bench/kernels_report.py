@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from itertools import compress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..pictures import BLUE, GRAY, GREEN, ORANGE, picture_beside
 from ..results import write_atomically
@@ -32,39 +32,15 @@ STYLES = {
 }
 
 
-class KernelBar(NamedTuple):
-    """A goal for all layers with the same layout and operation."""
-
-    layout: str
-    op: str
-    what: str
-    wanted: float
-    measured: float | None
-    at_least: bool
-    layers: int
-
-    @property
-    def reached(self) -> bool | None:
-        """Whether the goal is reached, or None if nothing was measured."""
-        return self._bar.reached
-
-    def line(self) -> str:
-        """Return the goal, the measured number and the verdict as one line of text."""
-        return self._bar.line()
-
-    @property
-    def _bar(self) -> Bar:
-        what = f"{self.op} {self.layout}: {self.what}"
-        return Bar(what, self.wanted, self.measured, self.at_least, self.layers)
-
-
-def bars(rows: Iterable[dict[str, Any]]) -> list[KernelBar]:
+def bars(rows: Iterable[dict[str, Any]]) -> list[Bar]:
     """Check the measured bfloat16 rows against the goals.
 
     >>> row = {"layout": "NCHW", "op": "BN+ReLU", "dtype": "bfloat16", "megabytes": 20.0, "limit_us": [10.0, 15.0]}
     >>> row["us"] = {"batchnorm": [12.0, 18.0], "compile": [30.0, 30.0], "eager": [60.0, 90.0]}
-    >>> [(bar.what, round(bar.measured, 2), bar.reached) for bar in bars([row]) if bar.measured is not None][:2]
-    [('geometric mean of torch.compile over ours', 2.0, True), ('geometric mean of eager over ours', 5.0, True)]
+    >>> for bar in bars([row])[:2]:
+    ...     print(bar.line())
+    BN+ReLU NCHW: geometric mean of torch.compile over ours: 2.000, goal at least 1.5, 1 rows: reached
+    BN+ReLU NCHW: geometric mean of eager over ours: 5.000, goal at least 4, 1 rows: reached
     """
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in rows:
@@ -73,7 +49,7 @@ def bars(rows: Iterable[dict[str, Any]]) -> list[KernelBar]:
     return [bar for (layout, op), members in groups.items() for bar in _judged(layout, op, members)]
 
 
-def _judged(layout: str, op: str, rows: Sequence[dict[str, Any]]) -> list[KernelBar]:
+def _judged(layout: str, op: str, rows: Sequence[dict[str, Any]]) -> list[Bar]:
     compiled, eager = ([ratio(row, name) for row in rows if name in row["us"]] for name in ("compile", "eager"))
     kept, streamed = [], []
     for row in rows:
@@ -85,8 +61,8 @@ def _judged(layout: str, op: str, rows: Sequence[dict[str, Any]]) -> list[Kernel
             elif tensor * (ONCE[i] + added) >= MOVED:
                 kept.append(times)
 
-    def bar(what: str, wanted: float, values: Sequence[float], measured: float | None, at_least: bool) -> KernelBar:
-        return KernelBar(layout, op, what, wanted, measured if values else None, at_least, len(values))
+    def bar(what: str, wanted: float, values: Sequence[float], measured: float | None, at_least: bool) -> Bar:
+        return Bar(f"{op} {layout}: {what}", wanted, measured, at_least, len(values))
 
     # Leave out the goals that memory bandwidth makes impossible for this layout or operation; docs/kernels.md has the
     # numbers. With a residual, torch.compile's kernels and ours both move one more tensor per pass, so ours cannot

@@ -113,14 +113,8 @@ def _fold_up(graph: Graph, plan: FoldPlan, layer: TorchBatchNorm) -> None:
         raise Refusal("not called on the example")
     for call in graph.calls_of(layer):
         source, moves = _source(plan, graph, call)
-        assert source.module is not None
-        index = _match_up(source, moves, call, layer)
-        if source.module in sources and not torch.equal(sources[source.module], index):
-            raise Refusal(
-                f"{source} is called several times, and its features do not reach this layer in the same order each"
-                " time"
-            )
-        sources[source.module] = index
+        shapes = source.outputs[0].shape, call.argument(0, "input").shape
+        _note(sources, source, _match(source.module, layer, *shapes, moves, up=True))
         reached.add(source)
     for module in sources:
         _check_every_call(graph, module, reached)
@@ -147,14 +141,8 @@ def _fold_down(graph: Graph, plan: FoldPlan, layer: TorchBatchNorm) -> None:
                 " it would see that change"
             )
         for sink, moves in _sinks(plan, layer, call.outputs[0], []):
-            assert sink.module is not None
-            index = _match_down(call, moves, sink, layer)
-            if sink.module in sinks and not torch.equal(sinks[sink.module], index):
-                raise Refusal(
-                    f"{sink} is called several times, and this layer's features do not reach it in the same order each"
-                    " time"
-                )
-            sinks[sink.module] = index
+            shapes = call.outputs[0].shape, sink.inputs[0].shape
+            _note(sinks, sink, _match(layer, sink.module, *shapes, moves, up=False))
             reached.add(sink)
     if not sinks:
         raise Refusal("nothing reads its output")
@@ -166,6 +154,16 @@ def _fold_down(graph: Graph, plan: FoldPlan, layer: TorchBatchNorm) -> None:
     plan.before.update(maps)
     del plan.remaining[layer]
     plan.gone[layer] = list(sinks)
+
+
+def _note(indices: dict[nn.Module, Tensor], neighbor: TracedCall, index: Tensor) -> None:
+    """Note the order of the features between a layer and a neighbor, which must be the same for all calls of both."""
+    assert neighbor.module is not None
+    if not torch.equal(indices.setdefault(neighbor.module, index), index):
+        raise Refusal(
+            f"{neighbor} is called several times, and the features between it and this layer are not in the same order"
+            " each time"
+        )
 
 
 def _source(plan: FoldPlan, graph: Graph, call: TracedCall) -> tuple[TracedCall, list[TracedCall]]:
@@ -262,27 +260,23 @@ def _check_borders(module: nn.Module, before: Map) -> None:
 # these calls on tensors of feature indices shows where each feature goes.
 
 
-def _match_up(source: TracedCall, moves: list[TracedCall], call: TracedCall, layer: TorchBatchNorm) -> Tensor:
-    """Return, for each output feature of ``source``, the index of the same feature in the layer's input."""
-    assert source.module is not None
-    origin, target = source.outputs[0].shape, call.argument(0, "input").shape
-    dims = _feature_dims(source.module, len(origin))
-    kept = _feature_dims(layer, len(target))
+def _match(
+    above: nn.Module | None,
+    below: nn.Module | None,
+    origin: tuple[int, ...],
+    target: tuple[int, ...],
+    moves: list[TracedCall],
+    *,
+    up: bool,
+) -> Tensor:
+    """Return, for each feature of ``above`` (if ``up``) or of ``below``, the index of the same feature in the other."""
+    dims, kept = _feature_dims(above, len(origin)), _feature_dims(below, len(target))
     if not moves and dims == kept:
         return torch.arange(prod(origin[d] for d in dims), device="cpu")
-    return _function_of(_feature_pairs(origin, dims, moves, target, kept), prod(origin[d] for d in dims))
-
-
-def _match_down(call: TracedCall, moves: list[TracedCall], sink: TracedCall, layer: TorchBatchNorm) -> Tensor:
-    """Return, for each input feature of ``sink``, the index of the same feature in the layer's output."""
-    assert sink.module is not None
-    origin, target = call.outputs[0].shape, sink.inputs[0].shape
-    dims = _feature_dims(layer, len(origin))
-    kept = _feature_dims(sink.module, len(target))
-    if not moves and dims == kept:
-        return torch.arange(prod(origin[d] for d in dims), device="cpu")
-    pairs = ((after, before) for before, after in _feature_pairs(origin, dims, moves, target, kept))
-    return _function_of(pairs, prod(target[d] for d in kept))
+    pairs = _feature_pairs(origin, dims, moves, target, kept)
+    if up:
+        return _function_of(pairs, prod(origin[d] for d in dims))
+    return _function_of(((after, before) for before, after in pairs), prod(target[d] for d in kept))
 
 
 def _feature_pairs(
@@ -347,7 +341,7 @@ def _numbered(shape: tuple[int, ...], dims: list[int]) -> Tensor:
     return torch.arange(prod(sizes), device="cpu").reshape(sizes).expand(shape)
 
 
-def _feature_dims(module: nn.Module, rank: int) -> list[int]:
+def _feature_dims(module: nn.Module | None, rank: int) -> list[int]:
     if isinstance(module, nn.Linear):
         return [rank - 1]
     if isinstance(module, Convolution | Transposed):
@@ -355,7 +349,7 @@ def _feature_dims(module: nn.Module, rank: int) -> list[int]:
     return [1 + d for d in range(len(_feature_shape(module)))]
 
 
-def _feature_shape(layer: nn.Module) -> tuple[int, ...]:
+def _feature_shape(layer: nn.Module | None) -> tuple[int, ...]:
     """Return the shape of the layer's running mean, such as (C,) or (C, H, W)."""
     assert isinstance(layer, TorchBatchNorm)
     assert layer.running_mean is not None

@@ -12,10 +12,8 @@ The rules:
 
 from __future__ import annotations
 
-from math import isfinite
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -51,15 +49,13 @@ class Running(NamedTuple):
 Kept = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def update_(running: Kept, moments: Moments, momentum: float | None, *, plain: bool = False) -> None:
+def update_(running: Kept, moments: Moments, momentum: float | None) -> None:
     """Update the running averages with a batch's moments: r <- r + momentum * (moment - r).
 
     Args:
         running: the averages, updated in place.
         moments: the batch's moments, with the biased variance.
         momentum: the weight of the new batch; None weights all batches equally.
-        plain: whether to call the CPU implementation directly, without torch's dispatcher. Set it only for moments on
-            the CPU that need no gradient, and only outside transforms, tracers and compilers.
 
     >>> r = Running(torch.zeros(1), torch.ones(1), torch.tensor(0), torch.tensor(0))
     >>> update_(r, Moments(torch.tensor(2.0), torch.tensor([4.0]), torch.tensor([1.0])), momentum=0.5)
@@ -68,10 +64,6 @@ def update_(running: Kept, moments: Moments, momentum: float | None, *, plain: b
 
     Paper: Sec. 3.1, moving averages
     """
-    if plain and not any(t.is_meta for t in running):
-        # Do not call the operator update_running_: with few features, its overhead takes longer than the update.
-        _update_cpu(*running, *moments, momentum)
-        return
     new = (moments.count.detach(), moments.mean.detach(), moments.var.detach())
     if is_transformed():
         # torch.func transforms support plain operations, but not the operator update_running_.
@@ -108,33 +100,6 @@ def _update(
         r.copy_(torch.where(usable, r + factor * (value - r), r))
 
 
-def _update_cpu(
-    running_mean: Tensor,
-    running_var: Tensor,
-    num_batches: Tensor,
-    num_skipped: Tensor,
-    count: Tensor,
-    mean: Tensor,
-    var: Tensor,
-    momentum: float | None,
-) -> None:
-    """Update with Python branches, which are cheap on the CPU and skip needless operations."""
-    m = count.item()
-    if is_recomputation() or m <= 1:
-        return
-    # If the dot product of the means and the variances is finite, all moments are finite. Otherwise, check each moment,
-    # because the dot product of finite moments may overflow.
-    if not isfinite(np.vdot(mean.numpy(), var.numpy())) and not bool((mean.isfinite() & var.isfinite()).all()):
-        num_skipped.add_(1)
-        return
-    num_batches.add_(1)
-    factor = momentum if momentum is not None else 1 / int(num_batches)
-    running_mean.lerp_(mean.to(running_mean.dtype), factor)
-    # Average the unbiased variance in two steps: m/(m-1) var = var + var/(m-1).
-    var = var.to(running_var.dtype)
-    running_var.lerp_(var, factor).add_(var, alpha=factor / (m - 1))
-
-
 def _update_meta(*args: Tensor | float | None) -> None:
     """Do nothing if all tensors are on the meta device; raise RuntimeError if only some of them are.
 
@@ -154,5 +119,4 @@ _library.define(
     " Tensor count, Tensor mean, Tensor var, float? momentum) -> ()"
 )
 _library.impl("update_running_", _update, "CompositeExplicitAutograd")
-_library.impl("update_running_", _update_cpu, "CPU")
 _library.impl("update_running_", _update_meta, "Meta")

@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -199,3 +200,24 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 def _newest_first(folder: Path) -> list[Path]:
     complete = [path for path in folder.glob("step-*") if path.is_dir() and path.name[5:].isdigit()]
     return sorted(complete, key=lambda path: int(path.name[5:]), reverse=True)
+
+
+def difference(expected: Mapping[str, Any], state: Mapping[str, Any]) -> str:
+    """Describe how a state dict differs from the network's; the text is empty if all names and shapes agree.
+
+    >>> difference({"weight": torch.zeros(2), "bias": torch.zeros(2)}, {"weight": torch.zeros(3)})
+    '1 entry not in the file (bias); 1 entry with a different shape (weight)'
+    """
+    kinds = {
+        "not in the file": [k for k in expected if k not in state],
+        "not in the network": [k for k in state if k not in expected],
+        "with a different shape": [
+            k for k, v in expected.items() if k in state and getattr(state[k], "shape", None) != v.shape
+        ],
+    }
+    return "; ".join(
+        f"{len(found)} {'entry' if len(found) == 1 else 'entries'} {kind}"
+        f" ({', '.join(found[:3])}{', ...' if len(found) > 3 else ''})"
+        for kind, found in kinds.items()
+        if found
+    )

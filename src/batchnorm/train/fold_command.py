@@ -18,8 +18,9 @@ from ..inference import export
 from ..network_copy import outputs
 from ..network_factory import make_network
 from ..optional_packages import check_installed
+from .checkpoint import difference
 from .final_network import example_images
-from .state_dicts import difference, read_state_dict, unwrapped
+from .state_dicts import read_state_dict, unwrapped
 from .trained_run import TrainedRun, load
 
 

@@ -178,24 +178,20 @@ def _numbers(names: Sequence[str]) -> bool:
 
 def _load_weights(net: nn.Module, model: dict[str, Tensor], folder: Path, classes: int, factory: str) -> None:
     expected = net.state_dict()
-    missing, foreign = expected.keys() - model.keys(), model.keys() - expected.keys()
-    shapes = [k for k in sorted(expected.keys() & model.keys()) if expected[k].shape != model[k].shape]
     outputs = {
-        model[k].shape[0] if model[k].dim() and expected[k].shape == (classes, *model[k].shape[1:]) else None
-        for k in shapes
+        w.shape[0] if w.dim() and k in expected and expected[k].shape == (classes, *w.shape[1:]) else None
+        for k, w in model.items()
+        if k not in expected or w.shape != expected[k].shape
     }
-    if len(outputs) == 1 and None not in outputs and not missing and not foreign:
+    if len(outputs) == 1 and None not in outputs and expected.keys() <= model.keys():
         raise ValueError(
             f"{folder / 'final'} names {classes} classes, but its weights are for {outputs.pop()}: do the files come"
             " from different runs?"
         )
-    if missing or foreign or shapes:
-        first = min([*missing, *foreign, *shapes])
+    if problems := checkpoint.difference(expected, model):
         raise ValueError(
-            f"the weights in {folder / 'final'} do not fit the network of {folder / 'recipe.json'}:"
-            f" {len(missing)} tensors are missing, {len(foreign)} are unexpected and {len(shapes)} have a different"
-            f" shape (first: {first}); was {f'{factory} or ' if factory else ''}the recipe edited, or do the files come"
-            " from different runs?"
+            f"the weights in {folder / 'final'} do not fit the network of {folder / 'recipe.json'}: {problems}; was"
+            f" {f'{factory} or ' if factory else ''}the recipe edited, or do the files come from different runs?"
         )
     net.load_state_dict(model)
 

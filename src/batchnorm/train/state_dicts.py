@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..optional_packages import MissingExtraError, require
+from .checkpoint import difference
 from .saved_runs import open_run
 
 
@@ -98,24 +99,3 @@ def _is_for_other_classes(mine: Tensor, theirs: Any, classes: int) -> bool:
     if not isinstance(theirs, Tensor) or not 0 < mine.dim() == theirs.dim():
         return False
     return mine.shape[1:] == theirs.shape[1:] and len(mine) == classes != len(theirs)
-
-
-def difference(expected: Mapping[str, Any], state: Mapping[str, Any]) -> str:
-    """Describe how a state dict differs from the network's; the text is empty if all names and shapes agree.
-
-    >>> difference({"weight": torch.zeros(2), "bias": torch.zeros(2)}, {"weight": torch.zeros(3)})
-    '1 entry not in the file (bias); 1 entry with a different shape (weight)'
-    """
-    kinds = {
-        "not in the file": [k for k in expected if k not in state],
-        "not in the network": [k for k in state if k not in expected],
-        "with a different shape": [
-            k for k, v in expected.items() if k in state and getattr(state[k], "shape", None) != v.shape
-        ],
-    }
-    return "; ".join(
-        f"{len(found)} {'entry' if len(found) == 1 else 'entries'} {kind}"
-        f" ({', '.join(found[:3])}{', ...' if len(found) > 3 else ''})"
-        for kind, found in kinds.items()
-        if found
-    )

@@ -22,8 +22,6 @@ from torch import Tensor, nn
 
 from ...graph.kinds import is_quiet, is_watched
 from ...layers import BatchNorm2d
-from .bias import bias_act
-from .channels_last import takes
 from .joined_branches import (
     Concatenation,
     Part,
@@ -39,7 +37,6 @@ from .pooling import AvgPool2d, MaxPool2d
 from .separable import compose
 from .weight_gradients import convolve, is_aside, note_cut
 
-_NONLINEARITIES: dict[type[nn.Module], Literal["relu", "sigmoid"]] = {nn.ReLU: "relu", nn.Sigmoid: "sigmoid"}
 _A = TypeVar("_A")
 _B = TypeVar("_B")
 
@@ -82,9 +79,8 @@ def scaled(filters: int, width: float) -> int:
 class Unit(nn.Sequential):
     """Apply a convolution, and then either batch normalization fused with the nonlinearity or the nonlinearity alone.
 
-    A rearranged unit without batch normalization adds the bias and applies the nonlinearity in one kernel, if its
-    output is a channels-last tensor on a GPU. In a :class:`~batchnorm.models.bn_inception.network.Network`, the batch
-    normalization of a rearranged unit and a max pool that follows the unit are computed together if possible.
+    In a :class:`~batchnorm.models.bn_inception.network.Network`, the batch normalization of a rearranged unit and a max
+    pool that follows the unit are computed together if possible.
 
     Paper: Sec. 3.2, z = g(BN(Wu)); z = g(Wu + b)
     """
@@ -95,13 +91,9 @@ class Unit(nn.Sequential):
 
     def forward(self, x: Tensor) -> Tensor:
         """Apply the convolution, the batch normalization if there is one, and the nonlinearity."""
-        if not self._is_plain() or not _rearranged(self, x):
-            if is_aside() and _is_dense(self[0]):
-                return self.finish(self.convolve(x))
-            return super().forward(x)  # type: ignore[no-any-return, no-untyped-call]
-        # Pass no bias to _conv_forward(), because finish() adds it. _conv_forward() supports any dilation, groups and
-        # padding mode that the user has set.
-        return self.finish(self.conv._conv_forward(x, self.conv.weight, None))
+        if is_aside() and _is_dense(self[0]):
+            return self.finish(self.convolve(x))
+        return super().forward(x)  # type: ignore[no-any-return, no-untyped-call]
 
     def convolve(self, x: Tensor) -> Tensor:
         """Apply the convolution alone."""
@@ -117,8 +109,6 @@ class Unit(nn.Sequential):
         """
         bias = self.conv.bias
         if bias is not None:
-            if self._is_plain() and not torch.compiler.is_compiling() and takes(product):
-                return bias_act(product, bias, _NONLINEARITIES[type(self[1])])
             product = product + bias.to(product.dtype)[:, None, None]
         _, *rest = self
         for module in rest:
@@ -149,14 +139,6 @@ class Unit(nn.Sequential):
         conv = self[0]
         plain = type(conv) is nn.Conv2d and conv.groups == 1 and conv.kernel_size == conv.stride == (1, 1)
         return plain and conv.padding == (0, 0) and is_quiet(self) and is_quiet(conv)
-
-    def _is_plain(self) -> bool:
-        """Return whether the unit is a convolution with a bias, followed by a nonlinearity, both without hooks."""
-        if len(self) != 2 or is_watched():
-            return False
-        conv, last = self
-        known = type(conv) is nn.Conv2d and conv.bias is not None and type(last) in _NONLINEARITIES
-        return known and is_quiet(conv) and is_quiet(last)
 
 
 def _is_dense(conv: nn.Module) -> bool:

@@ -75,7 +75,7 @@ def run(call: Call) -> tuple[Tensor, Moments]:
     y, moments = _run(call)
     if call.running is not None:
         moments = Moments(*(v.detach() for v in moments))
-        update_(call.running, moments, call.momentum, plain=True)
+        update_(call.running, moments, call.momentum)
     return y, moments
 
 

@@ -100,7 +100,7 @@ class RunFiles(NamedTuple):
         curve = tuple(Point(*row) for row in content["curve"])
         return Finished(self.run, curve, *(content[key] for key in KEYS[1:]))
 
-    def write(self, result: Result, data: dict[str, Any], commit: str | None, **more: Any) -> None:
+    def write(self, result: Result, data: dict[str, Any], **more: Any) -> None:
         """Write the result file of a run that has ended, with ``more`` as further entries."""
         records = lines.read(self.folder / "metrics.jsonl")
         content = {
@@ -111,7 +111,7 @@ class RunFiles(NamedTuple):
             "evaluate_every": self.run.evaluate_every,
             "data": data,
             "result": {k: v for k, v in asdict(result).items() if k not in ("recipe", "steps_to")},
-            "environment": environment(commit),
+            "environment": environment(),
             "seconds": round(_seconds(records), 1),
             "steps_per_second": _pace(records),
             **more,

@@ -49,8 +49,6 @@ class Session:
     """With device, the decoded images are kept in device memory."""
     workers: int = 2
     """Processes per run that decode images."""
-    commit: str | None = None
-    """Commit to record in the result files, if the code is not a git checkout."""
 
     @property
     def result_files(self) -> Path:

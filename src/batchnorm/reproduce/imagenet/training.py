@@ -49,7 +49,7 @@ class Training:
 
     def __call__(self) -> None:
         """Train and write the result file."""
-        self.files.write(self.train(), self.data, self.session.commit)
+        self.files.write(self.train(), self.data)
 
     def train(self) -> Result:
         """Train to the end; a run that has already reached its end is only folded and scored again."""
@@ -90,7 +90,7 @@ class TrainedMember(Training):
         found: dict[str, Any] = {"weights": None, "crops": {}}
         if not result.diverged:
             found = evaluate(open_run(self.folder), self.member, self.session, self.plan.evaluate_batch)
-        self.files.write(result, self.data, self.session.commit, **found)
+        self.files.write(result, self.data, **found)
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class TakenMember:
         self.member.result.unlink(missing_ok=True)
         found = evaluate(self.saved, self.member, self.session, self.batch_size)
         content = {"run": self.name, "recipe": asdict(self.saved.recipe), "data": self.data}
-        write_json(self.member.result, {**content, "environment": environment(self.session.commit), **found})
+        write_json(self.member.result, {**content, "environment": environment(), **found})
 
 
 def evaluate(saved: SavedRun, member: MemberFiles, session: Session, batch_size: int) -> dict[str, Any]:
