@@ -33,7 +33,9 @@ def test_workflows_run_the_commands_of_the_makefile():
 
 
 def test_every_declared_dependency_is_pinned():
-    names = {re.split(r"[<>=\[]", requirement)[0].lower() for requirement in [*INSTALL["requirements"](), "torch"]}
+    groups = PROJECT["dependency-groups"]
+    listed = ["torch", *INSTALL["requirements"](), *(r for name in groups for r in INSTALL["group"](groups, name))]
+    names = {re.split(r"[<>=\[]", requirement)[0].lower() for requirement in listed}
     assert names <= set(re.findall(r"^([\w-]+)==", (ROOT / "constraints.txt").read_text(), re.M))
 
 
