@@ -1,7 +1,6 @@
 """fvcore's ``update_bn_stats`` loses the variance next to a large mean, and leaves Dropout on.
 
-``estimate_`` does neither. The tests that call fvcore run only if it is installed. CI does not install it, because its
-last release is from 2022.
+``estimate_`` does neither. The tests that call fvcore run only if it is installed. Only a weekly job of CI installs it.
 """
 
 import pytest

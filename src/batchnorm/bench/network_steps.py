@@ -152,7 +152,7 @@ class Step:
         device, kind = images.device.type, torch.float16 if mode == "fp16" else torch.bfloat16
         narrow = device == "cuda" and mode not in ("float32", "bf16-weights")
         self.autocast = torch.autocast(device, kind, enabled=narrow)
-        self.scaler = torch.amp.GradScaler(device, enabled=mode == "fp16")
+        self.scaler = torch.GradScaler(device, enabled=mode == "fp16")
         self.optimizer = torch.optim.SGD(net.parameters(), lr=RATE, momentum=0.9)
 
     def __call__(self) -> Tensor:

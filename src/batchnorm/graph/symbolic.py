@@ -317,7 +317,7 @@ class _Tracer(fx.Tracer):
         return _Value(node, self)
 
     def create_proxy(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **more: Any) -> fx.Proxy:
-        proxy = super().create_proxy(kind, target, args, kwargs, *rest, **more)
+        proxy: fx.Proxy = super().create_proxy(kind, target, args, kwargs, *rest, **more)
         first = args[0] if args else None
         if isinstance(first, _Value) and self._returns_its_input(kind, target, kwargs):
             first.node = proxy.node  # so that all references to this proxy see the new contents

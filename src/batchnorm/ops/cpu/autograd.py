@@ -247,7 +247,8 @@ def forget(mean: Tensor) -> None:
 def _remember(key: Any, addresses: Any, running: Kept, form: KernelForm | None, activate: Any) -> _Memory:
     owner = id(running[0])
     lifetime = weakref.ref(running[0], lambda _: _memories.pop(owner, None))
-    mean, var, count = (memoryview(t.detach().view(-1).numpy()) for t in running[:3])  # type: ignore[arg-type]
+    arrays: list[Any] = [t.detach().view(-1).numpy() for t in running[:3]]
+    mean, var, count = (memoryview(array) for array in arrays)
     _memories[owner] = memory = _Memory(key, addresses, mean, var, count, form, activate, lifetime)
     return memory
 
