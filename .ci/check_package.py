@@ -1,7 +1,7 @@
-"""Check that the sdist and the wheel can be installed into an empty environment, and work there.
+"""Check that a wheel built from the sdist can be installed into an empty environment, and works there.
 
-The wheel is built from the sdist, and installed without extras. In this environment, the command and the first example
-of docs/index.md must run, and then some of the sdist's tests. The packages come from where pip finds them.
+The wheel is installed without extras. In this environment, the command ``batchnorm``, the first example of
+docs/index.md and some of the sdist's tests must run. pip downloads the dependencies from its configured index.
 
     .venv/bin/python .ci/check_package.py
 """
@@ -21,9 +21,9 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# Without these variables, the environment cannot import the package from the source tree.
+# These variables are removed, because with them the environment could import the package from the source tree.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-# Quick tests that need no extras. They include the kernel in C, whose source must be in the wheel.
+# Quick tests that need no extras. They also compile the C kernel, whose source must be in the wheel.
 TESTS = """tests/layers tests/inference/test_fold.py tests/surgery/test_insert.py tests/test_population.py
 tests/test_network_call.py tests/ops/test_cpu_autograd.py
 tests/test_package.py::test_import_needs_torch_and_numpy_alone""".split()  # noqa: SIM905
@@ -75,7 +75,7 @@ def missing_files(wheel: Path) -> list[str]:
 
 
 def first_example(unpacked: Path) -> str:
-    """Return the first example of docs/index.md, which writes a file that needs no extra instead of an ONNX file."""
+    """Return the first example of docs/index.md, but write a .pt2 file, because an ONNX file needs an extra."""
     found = re.search(r"```python\n(.*?)```", (unpacked / "docs" / "index.md").read_text(), re.S)
     if found is None or "net.onnx" not in found[1]:
         raise SystemExit("check_package: docs/index.md should start with an example that writes net.onnx")

@@ -46,7 +46,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Make links to files outside ``docs`` lead to the site's copies, insert the tables into the results page, and link
-    each picture to itself, so that a click shows it in full size.
+    each picture to itself, so that a click shows it at full size.
     """
     if page.file.src_uri == "results.md":
         markdown = markdown.replace("<!-- README's tables -->", _readme_results())
@@ -118,7 +118,7 @@ def _rows(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _n(result: dict[str, Any]) -> str:
-    """Return how often something was measured: seeds, rounds or pairs of runs; else the number of rows, or "1 run"."""
+    """Return the number of seeds, rounds or pairs of timings; if there is none, the number of rows, or "1 run"."""
     rows, settings = _rows(result), {**result.get("settings", {}), **result.get("options", {})}
     for word in REPEATED:
         found = {part[word] for part in (result, settings, *rows) if isinstance(part.get(word), int)}

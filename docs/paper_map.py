@@ -5,8 +5,8 @@ python docs/paper_map.py
 Each ``Row`` in ``SECTIONS`` is one part of the paper. Its tags select the classes and functions that implement this
 part, by name or by text in the ``Paper:`` lines of their docstrings. The row also lists the tests and commands of the
 part. tests/test_docs.py checks that the code, tests and commands exist, and that the page is up to date.
-tests/paper/test_map_of_the_paper.py compares the rows with the paper's text: each of its paragraphs, figures and
-algorithms has a row that quotes it.
+tests/paper/test_map_of_the_paper.py compares the rows with the paper's text: there must be a row that quotes each
+paragraph, figure and algorithm.
 """
 
 import ast
@@ -42,7 +42,7 @@ ABLATION = "reproduce.imagenet.fig2_tables.ablation"
 ABLATION_TEST = f"{TABLES}::test_ablation"
 RECIPE_TEST = "train/test_recipe.py::test_the_table"
 
-# Text in double quotes is from the paper, without its TeX commands, and from the section that the row is in.
+# Text in double quotes is quoted from the row's section of the paper, without TeX commands.
 SECTIONS: dict[str, list[Row]] = {
     "Abstract": [
         Row(
@@ -580,7 +580,7 @@ SECTIONS: dict[str, list[Row]] = {
             ("models.description.claims",),
             ("models/test_inception.py::test_parameter_counts",),
             ("describe inception",),
-            "the network of the table in the appendix has fewer",
+            "the network of the table in the appendix has fewer (11.2 million)",
         ),
         Row(
             '"other than the top softmax layer, has no fully-connected layers"',
@@ -599,7 +599,7 @@ SECTIONS: dict[str, list[Row]] = {
             ("train.loop.train",),
             ("train/test_distributed.py::test_split_batch_with_sync_equals_one_process",),
             ("train",),
-            "here, the processes of a run work on the same step; the paper's architecture is not available",
+            "here, all processes of a run work on the same step; the paper's system is not available",
         ),
         Row(
             '"validation accuracy @1", with "a single crop per image"',
@@ -839,7 +839,7 @@ SECTIONS: dict[str, list[Row]] = {
             ("reproduce.imagenet.fig4.Fig4",),
             ("reproduce/test_fig4.py::test_a_first_session",),
             ("reproduce fig4",),
-            "only quoted: the estimate is from Russakovsky et al. (2014), and there are no human raters here",
+            "only quoted: the estimate is from Russakovsky et al. (2014), and no human raters were tested here",
         ),
         Row(
             '"new state-of-the-art by a healthy margin on the ImageNet classification challenge benchmarks"',
@@ -890,7 +890,7 @@ SECTIONS: dict[str, list[Row]] = {
             ("reproduce.imagenet.fig4_table.figure4",),
             ("reproduce/test_fig4.py::test_the_rows_of_single_networks_are_those_of_the_published_result_files",),
             ("reproduce fig4",),
-            "the table has the paper's numbers, but the published runs use fewer classes and smaller images",
+            "the table quotes the paper's errors, but the published runs use fewer classes and smaller images",
         ),
         Row(
             'The standardization layer is applied "to the output of the nonlinearity"',
@@ -903,7 +903,7 @@ SECTIONS: dict[str, list[Row]] = {
             ("reproduce.mnist.placement.shapes",),
             (f"{SPARSITY}::test_inputs_of_nonlinearities_are_not_sparse_but_their_outputs_are",),
             ("reproduce placement",),
-            "checked on MNIST; the paper observed it on ImageNet",
+            "checked on MNIST; the paper's statement is about ImageNet",
         ),
         Row(
             'A linear layer after the standardization layer "absorbs the necessary scale and shift"',
@@ -927,7 +927,7 @@ SECTIONS: dict[str, list[Row]] = {
             '"applications of our method to Recurrent Neural Networks"',
             ("Alg. 2, l. 1-5",),
             ("surgery/test_insert.py::test_a_recurrent_layer_is_named_with_the_reason",),
-            note="the paper leaves this to future work; `insert` leaves recurrent layers alone and says so",
+            note="the paper leaves this to future work; `insert` skips recurrent layers, and its report says why",
         ),
         Row(
             'Domain adaptation, "perhaps with just a recomputation of the population means and variances"',
@@ -1030,9 +1030,9 @@ def page() -> str:
         "tests check it, and which commands run it. The names of classes and functions are relative to the package",
         "`batchnorm`, and the paths of tests are relative to `tests/`. [Results](results.md) shows what was measured.",
         "",
-        "Text in quotation marks is from the paper. Training on images takes hours on a GPU. For claims about such",
-        "training, the tests check only how a command judges its runs; the [results](results.md) have the verdicts.",
-        "If a row has no command, run its tests: `python -m pytest tests/TEST`.",
+        "Text in quotation marks is from the paper. The tests do not train networks on ImageNet. For claims about such",
+        "training, they check only how a command judges its runs; the [results](results.md) have the verdicts.",
+        "If a row has tests but no command, run the tests: `python -m pytest tests/TEST`.",
         "",
         "`python docs/paper_map.py` writes this page from its own table and from the `Paper:` lines of docstrings.",
         "",

@@ -1,4 +1,4 @@
-"""The public words: the callables in ``__all__`` of the packages that users import."""
+"""The public names: the callables in ``__all__`` of the packages that users import."""
 
 import importlib
 
@@ -6,7 +6,7 @@ PACKAGES = ["batchnorm", *(f"batchnorm.{name}" for name in ("ops", "data", "mode
 
 
 def exported():
-    """Yield the name and the object of each public word, such as ``batchnorm.ops.merge``."""
+    """Yield each public name, such as ``batchnorm.ops.merge``, and its object."""
     for package in PACKAGES:
         module = importlib.import_module(package)
         for name in module.__all__:

@@ -50,7 +50,7 @@ def command_lines(page):
 
 
 def commands():
-    """Yield the ``batchnorm`` commands of all pages, in :func:`command_lines` and in code spans."""
+    """Yield the ``batchnorm`` commands of all pages, from :func:`command_lines` and from code spans."""
     for page in PAGES:
         for line in [*command_lines(page), *re.findall(r"`(batchnorm \w[^`]+)`", BLOCK.sub("", page.read_text()))]:
             yield page.name, re.sub(r"^(.* -m )?batchnorm ", "", line)
@@ -78,7 +78,7 @@ def test_every_command_has_a_line():
     assert listed == [(name, command.does) for name, command in COMMANDS.items()]
 
 
-# The commands in code blocks, by page and start, in the order in which the tests below run them. A start can stand for
+# The commands in code blocks, by page and start, in the order in which the tests below run them. A start may match
 # several commands.
 OWN_NETWORK = [
     *(("train.md", f"batchnorm {start}") for start in ("train", "predict", "fold", "compare")),
@@ -95,7 +95,7 @@ TRAINED = [
 MNIST = [("reproduce.md", "batchnorm reproduce fig1"), ("reproduce.md", "batchnorm reproduce placement")]
 SEVERAL_RANKS = [("gpus.md", "torchrun --nproc-per-node"), ("gpus.md", "torchrun --nnodes")]
 PUBLISHED = [(f"fig{n}.md", f"batchnorm reproduce fig{n} --results") for n in (2, 4)]
-NOT_RUN = [  # the first is like the one in imagenet.md; the others train for long, and tests/reproduce runs their code
+NOT_RUN = [  # the first is like the one in imagenet.md; the others take too long, and tests/reproduce runs their code
     ("ship.md", "batchnorm fold runs/bn-x5"),
     ("index.md", "batchnorm reproduce fig1"),
     ("fig2.md", "batchnorm reproduce fig2 --data DIR"),

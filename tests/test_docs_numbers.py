@@ -107,7 +107,7 @@ def mnist():
     yield "reproduce", f"Without BN, it is {accuracy[0]} and {accuracy[1]}"
     yield "insert", f"is {best:g} with batch normalization and {rate:g} without"
     yield "insert", f"{higher[0]} with batch normalization and {accuracy[0]} without"
-    yield "insert", f"at step 50,000 {higher[1]} and {accuracy[1]}"
+    yield "insert", f"at step 50,000, it is {higher[1]} and {accuracy[1]}"
     section2 = result("section2")
     ignored = section2["b alone"]["ignored"]
     steps = len(ignored["loss"])

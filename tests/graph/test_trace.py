@@ -98,6 +98,15 @@ def test_what_hands_its_input_on_is_no_producer():
     assert flow(code, training=True)[-1] == ("BatchNorm2d", ["Dropout"])
 
 
+def test_a_replay_is_not_recorded():
+    graph = trace(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Flatten(), nn.Linear(64, 2)), torch.randn(2, 3, 4, 4))
+    flatten = graph.calls[1]
+    consumers = {value: list(value.consumers) for call in graph.calls for value in (*call.inputs, *call.outputs)}
+    assert flatten.replay(torch.zeros(2, 4, 4, 4)).shape == (2, 64)
+    assert len(graph.calls) == 3
+    assert all(value.consumers == before for value, before in consumers.items())
+
+
 def test_modules_called_twice_have_two_calls():
     graph = trace(Net(lambda n, x: n.conv(n.conv(x))), torch.randn(2, 3, 4, 4))
     assert len(graph.calls_of(graph.calls[0].module)) == 2

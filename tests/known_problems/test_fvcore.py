@@ -1,6 +1,7 @@
 """fvcore's ``update_bn_stats`` loses the variance next to a large mean, and leaves Dropout on.
 
-``estimate_`` does neither. The tests that call fvcore run only if it is installed. Only a weekly job of CI installs it.
+``estimate_`` does neither. The tests that call fvcore run only if it is installed; in CI, only a weekly job
+installs it.
 """
 
 import pytest

@@ -92,7 +92,7 @@ def test_compiled_kernels_are_launched_by_the_driver():
 
 @pytest.mark.gpu
 def test_a_thread_that_has_not_used_cuda_yet():
-    # Autograd's threads are such threads if a backward pass starts with one of our kernels.
+    # If a backward pass starts with one of our kernels, autograd's thread has not used CUDA before.
     x, activation, found = torch.randn(4, 8, 6, 6, device="cuda"), Activation("relu"), []
     y, stats, _ = launch.forward(Call(x, activation=activation))
 

@@ -1,4 +1,4 @@
-"""Test the running averages, updated by the operator and, as inside torch.func transforms, without it."""
+"""Test the update of the running averages, by the operator and by the plain operations in torch.func transforms."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Test woven sign bits (see sign_bits.py), used for 7 x 7 and 14 x 14 images, and the kernels that read them.
+"""Test woven sign bits (see sign_bits.py), used for small channels-first images, and the kernels that read them.
 
 Outputs start as NaN, so that tests fail if a value is not written.
 """

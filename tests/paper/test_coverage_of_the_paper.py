@@ -1,6 +1,7 @@
 """Test that docstrings cite every implemented part of the paper.
 
-Docstrings of exported names must cite a part or say that the name goes beyond the paper; no others may say the latter.
+Docstrings of exported names must cite a part or say that the name goes beyond the paper. Other docstrings must not say
+that.
 """
 
 import ast

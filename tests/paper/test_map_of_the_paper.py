@@ -1,4 +1,4 @@
-"""Compare the map of the paper in docs/paper_map.py with the paper's numbering and, if it is there, with its text."""
+"""Compare the map of the paper in docs/paper_map.py with the paper's numbering and, if present, with its TeX."""
 
 import re
 import runpy
@@ -20,7 +20,7 @@ def quotes(text):
 
 
 def plain(tex):
-    """Return text without its TeX commands, braces, dollar and quotation marks."""
+    """Return text without its TeX commands, braces, dollar signs and quotation marks."""
     tex = re.sub(
         r"\\(?:cite|label|ref|begin|end)\{[^}]*\}", "", tex.replace("~", " ").replace(r"\mils", r" \cdot 10^6")
     )

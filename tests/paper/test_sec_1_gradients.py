@@ -1,4 +1,4 @@
-"""Section 1: saturated sigmoids stop the gradient, and the scale of the weights changes it; BN prevents both."""
+"""Section 1: gradients vanish in saturated sigmoids and depend on the scale of the weights; BN prevents both."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def inputs():
 
 
 def gradient(depth, batch_norm, **changes):
-    """Return the norm of the gradient with respect to the input, for one output gradient."""
+    """Return the norm of the gradient with respect to the input, for a fixed random output gradient."""
     u = inputs().requires_grad_()
     cotangent = torch.randn(50, 20, dtype=f64, generator=torch.Generator().manual_seed(2))
     return torch.autograd.grad(layers(depth, batch_norm, **changes)(u), u, cotangent)[0].norm().item()

@@ -1,4 +1,4 @@
-"""Section 1: the gradient of a mini-batch estimates that of the training set, and sub-networks learn by themselves."""
+"""Section 1: a mini-batch estimates the gradient, and the upper part of a network learns as a stand-alone network."""
 
 import copy
 

@@ -31,7 +31,7 @@ def test_stored_variance_is_unbiased():
 
 
 def test_population_statistics_keep_mean_0_and_variance_1():
-    # The mean is exactly 0, and the variance is 1 up to the noise of the unbiased estimate.
+    # The mean is 0 up to rounding, and the variance is 1 up to the noise of the unbiased estimate.
     population = torch.randn(4096, 3, dtype=torch.float64) * 3 + 5
     layer = bn.BatchNorm1d(3, eps=0.0, affine=False).double()
     bn.estimate_(layer, population.split(64))

@@ -1,4 +1,4 @@
-"""Section 3.3: if x_hat and z_hat = J x_hat have unit covariances, all singular values of J are 1."""
+"""Section 3.3: if the covariance of x_hat and of z_hat = J x_hat is the identity, all singular values of J are 1."""
 
 import torch
 
@@ -6,7 +6,7 @@ f64 = torch.float64
 
 
 def unit_covariance(n=500, features=6):
-    """Return values whose covariance is exactly the unit matrix."""
+    """Return values whose covariance is the identity matrix, up to rounding."""
     x = torch.randn(n, features, dtype=f64, generator=torch.Generator().manual_seed(0))
     return torch.linalg.qr(x - x.mean(0))[0] * n**0.5
 
@@ -21,7 +21,7 @@ def test_the_covariance_of_the_outputs_is_j_j_transposed():
     any_j = torch.randn(6, 6, dtype=f64)
     torch.testing.assert_close(covariance(x_hat @ any_j.T), any_j @ any_j.T)
     assert not torch.allclose(covariance(x_hat @ any_j.T), unit, atol=0.1)
-    # Make the covariance of the outputs the unit matrix: J then has only singular values of 1, and keeps norms.
+    # Choose J so that the covariance of the outputs is the identity: all its singular values are 1, and it keeps norms.
     j = torch.linalg.solve_triangular(torch.linalg.cholesky(any_j @ any_j.T), any_j, upper=False)
     torch.testing.assert_close(covariance(x_hat @ j.T), unit)
     torch.testing.assert_close(torch.linalg.svdvals(j), torch.ones(6, dtype=f64))

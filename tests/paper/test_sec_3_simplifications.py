@@ -1,4 +1,4 @@
-"""Section 3: what normalizing each feature by itself, over a mini-batch, gains and costs compared with whitening."""
+"""Section 3: the effects of normalizing each feature on its own over a mini-batch, compared with whitening."""
 
 import torch
 
@@ -62,7 +62,7 @@ def test_a_mini_batch_smaller_than_the_number_of_activations_has_a_singular_cova
 
 
 def test_the_statistics_take_part_in_the_gradient():
-    # If the gradient of the mean and variance were left out, it would not be orthogonal to 1 and to x_hat.
+    # If the mean and variance were constants in the gradient, it would not be orthogonal to 1 and to x_hat.
     x = torch.randn(10, 3, dtype=f64, requires_grad=True)
     y, _ = bn.ops.batch_norm(x, eps=0.0)
     (gradient,) = torch.autograd.grad(y, x, torch.randn(10, 3, dtype=f64))

@@ -780,14 +780,14 @@ def doubles_the_data(n, x):
 REFUSED = {
     "the data of a tensor": (doubles_the_data, "assigns to the attribute 'data'"),
     "random": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if random.random() < 2 else x, "draws random numbers"),
-    "torch.rand": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if torch.rand(1) < 2 else x, "control flow depends on"),
+    "torch.rand": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if torch.rand(1) < 2 else x, "control flow may depend on"),
     "an attribute is set": (counts_calls, "assigns to the attribute 'scale'"),
     "gradients": (without_gradients, "changes the gradient mode"),
     "the gradient mode": (
         lambda n, x: n.relu(n.bn1(n.conv1(x))) if torch.is_grad_enabled() else n.bn1(n.conv1(x)).relu(),
         "depends on the gradient mode",
     ),
-    "the data": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if x.sum() < 1e9 else x, "control flow depends on more"),
+    "the data": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if x.sum() < 1e9 else x, "control flow may depend on more"),
     "a with statement": (in_a_context, "has a with statement"),
     "an exception": (catches, "has a try statement"),
     "a type": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if isinstance(x.shape, tuple) else x, "checks the type"),
@@ -799,11 +799,11 @@ REFUSED = {
     ),
     "the size of a buffer": (
         lambda n, x: n.relu(n.bn1(n.conv1(x))) if n.bn1.running_mean.numel() else x,
-        "control flow depends on more than the shapes, dtypes and devices of its arguments",
+        "control flow may depend on more than its arguments' shapes, dtypes and devices",
     ),
     "the shape of a computed tensor": (
         lambda n, x: n.relu(n.bn1(y)) if (y := n.conv1(x)).shape == x.shape else y,
-        "control flow depends on more than the shapes, dtypes and devices of its arguments",
+        "control flow may depend on more than its arguments' shapes, dtypes and devices",
     ),
     "the size of a selection": (
         lambda n, x: n.relu(n.bn1(n.conv1(x))) if len(x[x > 0]) else x,
@@ -811,7 +811,7 @@ REFUSED = {
     ),
     "a shape that changes": (
         lambda n, x: n.relu(n.bn1(n.conv1(x))) if x.squeeze_(0).dim() == 4 else x,
-        "control flow depends on more than the shapes, dtypes and devices of its arguments",
+        "control flow may depend on more than its arguments' shapes, dtypes and devices",
     ),
     "a number of the data": (
         lambda n, x: n.relu(n.bn1(n.conv1(x))) * float(x[0, 0, 0, 0]),

@@ -162,7 +162,7 @@ def _workers_rate(root: Path, split: str, size: int, workers: int, seconds: floa
 
 
 def photographs(folder: Path, split: str, count: int = 200) -> Path:
-    """Fill an image folder with JPEG files about as large and detailed as photographs, and return the folder."""
+    """Fill a split of an image folder with JPEG files about as large and detailed as photographs; return the folder."""
     image_module, rng = require("PIL.Image", "train"), np.random.default_rng(0)
     (folder / split / "all").mkdir(parents=True)
     for k in range(count):

@@ -4,7 +4,8 @@
 
 The command compares whole training steps of a stock network and of ``bn.convert(net, example)``: in eager mode,
 captured as one CUDA graph, and under ``torch.compile``. It also times the stock network under
-``torch.compile(backend="batchnorm")``. Steps run in bf16 autocast and channels_last on a GPU, and in float32 on a CPU.
+``torch.compile(backend="batchnorm")``. On a GPU, steps run in bf16 autocast and channels_last. On a CPU, they run in
+float32, and only eager mode is timed unless ``--modes`` lists others.
 Both networks start from the same weights and are timed alternately in one process. If their losses differ by more than
 a tolerance, they are not timed. On a CPU, the stock network without its batch normalization layers is timed too, as a
 lower limit of the step time.

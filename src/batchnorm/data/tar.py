@@ -32,11 +32,11 @@ def members(file: IO[bytes], name: str, start: int = 0, length: int | None = Non
     try:
         with tarfile.open(fileobj=file, mode="r:") as tar:
             for member in tar:
+                if member.issparse():  # its size is that of the extracted file
+                    raise ValueError(f"member {member.name!r:.80} is a sparse file")
                 # A tar header can hold a negative size, which would make tarfile seek backwards forever.
                 if not 0 <= member.size <= stop - member.offset_data:
                     raise ValueError(f"the size of member {member.name!r:.80} is negative or exceeds the file")
-                if member.issparse():
-                    raise ValueError(f"member {member.name!r:.80} is a sparse file")
                 if member.isreg():
                     yield member
             end = tar.offset

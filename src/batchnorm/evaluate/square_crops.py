@@ -160,8 +160,8 @@ def open_squares(
         device: the network's device.
 
     Raises:
-        FileNotFoundError: if the folder or its images are not found.
-        ValueError: if an argument is out of range, the data is damaged, or a class has no images in the split.
+        FileNotFoundError: if the folder does not exist, or has neither images nor shards of the split.
+        ValueError: if an argument is out of range, the data is damaged, or the split or one of its classes is empty.
 
     >>> import tempfile
     >>> from PIL import Image

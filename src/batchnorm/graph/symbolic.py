@@ -335,7 +335,7 @@ class _Tracer(fx.Tracer):
     def to_bool(self, obj: fx.Proxy) -> bool:
         known = self.known(obj)
         if known is None:
-            raise Untraceable("its control flow depends on more than the shapes, dtypes and devices of its arguments")
+            raise Untraceable("its control flow may depend on more than its arguments' shapes, dtypes and devices")
         text, value = known
         self._expect(obj, text if value else f"not {text}")
         return bool(value)

@@ -11,7 +11,7 @@ import gc
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -56,8 +56,7 @@ def trace(
     example = network_call.to_device(example, network_call.device_of(net), copy=True)
     with isolated(net, twin) as refuse:
         recorder = _Recorder(twin, refuse)
-        recorder.watch(twin)
-        with recorder, _Resurface():  # type: ignore[no-untyped-call]
+        with recorder.watch(twin), recorder, _Resurface():  # type: ignore[no-untyped-call]
             out = _call(twin, example, forward)
     del example
     recorder.mark_escaped(out)
@@ -155,13 +154,20 @@ class _Recorder(TorchFunctionMode):
             if t is not None and (value.producer is not None or id(t) in shown):
                 value.escapes = True
 
-    def watch(self, net: nn.Module) -> None:
-        """Register hooks on every module; the network must be a copy, because the hooks are never removed."""
-        for module in net.modules():
-            if isinstance(module, torch.jit.ScriptModule):
-                continue  # scripted modules do not support hooks; the functions that they call are recorded instead
-            module.register_forward_pre_hook(self._enter, with_kwargs=True)
-            module.register_forward_hook(self._leave, with_kwargs=True)
+    @contextmanager
+    def watch(self, net: nn.Module) -> Iterator[None]:
+        """Record the calls of all modules of a network through hooks.
+
+        The hooks must not outlive the trace: ``TracedCall.replay`` calls the modules again, when tensors that were
+        traced are gone and their ids belong to other tensors.
+        """
+        with ExitStack() as hooks:
+            for module in net.modules():
+                if isinstance(module, torch.jit.ScriptModule):
+                    continue  # scripted modules do not support hooks; the functions that they call are recorded instead
+                hooks.callback(module.register_forward_pre_hook(self._enter, with_kwargs=True).remove)
+                hooks.callback(module.register_forward_hook(self._leave, with_kwargs=True).remove)
+            yield
 
     def _enter(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._inside += 1

@@ -161,8 +161,8 @@ def _note(indices: dict[nn.Module, Tensor], neighbor: TracedCall, index: Tensor)
     assert neighbor.module is not None
     if not torch.equal(indices.setdefault(neighbor.module, index), index):
         raise Refusal(
-            f"{neighbor} is called several times, and the features between it and this layer are not in the same order"
-            " each time"
+            f"{neighbor} is called several times, and the order of the features between it and this layer differs"
+            " between the calls"
         )
 
 
@@ -180,9 +180,8 @@ def _source(plan: FoldPlan, graph: Graph, call: TracedCall) -> tuple[TracedCall,
             raise Refusal("no layer or function computes its input")
         if value.sole_consumer is not reader:
             others = ", ".join(str(c) for c in value.consumers if c is not reader)
-            raise Refusal(
-                f"{producer} also feeds {others or 'an output of the network, untraced code or this layer again'}"
-            )
+            unseen = "an output of the network or untraced code, or feeds this layer twice"
+            raise Refusal(f"{producer} also feeds {others or unseen}")
         module = producer.module
         linear = isinstance(module, TorchBatchNorm) and not has_nonlinear_part(graph, module)
         if is_affine(module) or (linear and module in plan.remaining):
@@ -236,7 +235,7 @@ def _check_free(graph: Graph, module: nn.Module) -> None:
 
 
 def _check_borders(module: nn.Module, before: Map) -> None:
-    """Refuse a nonzero shift that changes output positions by different amounts, which a bias cannot express.
+    """Refuse a nonzero shift that would add different amounts to different output positions: a bias cannot do that.
 
     Zero padding causes such differences at the borders, and a transposed convolution causes them in general. The few
     transposed convolutions that do not, such as those with a kernel size of 1 and a stride of 1, are also refused.

@@ -10,10 +10,24 @@ from .tables import Result, Row, cells, machine, read, table
 
 NETWORKS = "networks-h200.json"
 MODES = {
-    "eager": "*eager*: the converted network, `bn.convert(net, example)`, against the stock network",
-    "graph": "*graph*: the converted network against the stock network, with each step captured as one CUDA graph",
-    "compiled": "*compiled*: the converted network against the stock network, both under `torch.compile`",
-    "backend": '*backend*: the stock network under `torch.compile(backend="batchnorm")`, against `torch.compile(net)`',
+    "eager": "the converted network, `bn.convert(net, example)`, against the stock network",
+    "graph": "the same, with each step captured as one CUDA graph",
+    "compiled": "the same, with both networks under `torch.compile`",
+    "backend": 'the stock network under `torch.compile(backend="batchnorm")`, against `torch.compile(net)`',
+}
+OTHER_USES = {
+    "evaluation": "evaluation instead of training",
+    "nchw": "NCHW instead of channels_last",
+    "float32": "float32 instead of bf16 autocast",
+    "fp16": "fp16 autocast with a GradScaler",
+    "bf16-weights": "bf16 weights instead of autocast",
+    "checkpoint": "activation checkpointing",
+    "accumulate": "gradients of two half batches, added",
+    "ddp": "DistributedDataParallel in one process",
+    "fsdp2": "FSDP2 in one process",
+    "dynamic": "`torch.compile(dynamic=True)`",
+    "reduce-overhead": '`torch.compile(mode="reduce-overhead")`',
+    "max-autotune": '`torch.compile(mode="max-autotune")`',
 }
 HALVED = "*"
 
@@ -88,9 +102,9 @@ def networks(results: Path) -> str:
             "Speedup of a training step over the stock network, at batch"
             f" {' and '.join(map(str, batches))} ({result['machine']['steps']}, {machine(result)};"
             f" [all numbers, with 95% intervals and memory](results/{NETWORKS}); `batchnorm bench networks`):",
-            "; ".join(MODES[mode] for mode in measured) + ".",
+            "\n".join(f"- *{mode}*: {MODES[mode]}" for mode in measured),
+            *_notes(result, measured),
             table(shown),
-            _footnotes(result, measured),
             *_other_uses(result["rows"], names),
         ]
     )
@@ -112,43 +126,35 @@ def _speedup(row: Result | None) -> str:
     return f"*{text}*" if low <= 1 <= high else text
 
 
-def _footnotes(result: Result, measured: list[str]) -> str:
-    """Return sentences about the goals, speedups in italics, modes that are not measured yet, and reduced batches."""
-    judged = [bar for bar in result["bars"] if bar["reached"] is not None]
-    missed = [
-        f"{bar['what']} {bar['measured']:.2f} (goal: at {'least' if bar['at_least'] else 'most'} {bar['wanted']:g})"
-        for bar in judged
-        if not bar["reached"]
-    ]
-    reached = f"{len(judged) - len(missed)} of {len(judged)}" if missed else f"All {len(judged)}"
-    of = f"{reached} goals for speed, memory and compile time (`bars` in the result file) are reached"
-    told = [f"{of}; missed: {'; '.join(missed)}." if missed else f"{of}."]
+def _notes(result: Result, measured: list[str]) -> list[str]:
+    """Return a paragraph about italics, missed goals, modes that are not measured yet, and reduced batches."""
+    told = []
     if any(_speedup(row).startswith("*") for row in result["rows"]):
-        told.append("If a speedup is in italics, its 95% interval includes 1.")
+        told.append("A speedup in italics is within the noise: its 95% interval includes 1.")
+    if missed := [
+        f"{bar['what']} {bar['measured']:.2f} (goal: at {'least' if bar['at_least'] else 'most'} {bar['wanted']:g})"
+        for bar in result["bars"]
+        if bar["reached"] is False
+    ]:
+        told.append(f"Missed goals: {'; '.join(missed)}.")
     if left := [mode for mode in MODES if mode not in measured]:
         told.append(f"Not measured yet: {', '.join(left)}.")
-    halved = [
-        row for row in result["rows"] if row["mode"] in MODES and row.get("examples", row["batch"]) != row["batch"]
-    ]
-    if halved:
+    if any(row["mode"] in MODES and row.get("examples", row["batch"]) != row["batch"] for row in result["rows"]):
         told.append(f"{HALVED} Measured with a smaller batch, because the full batch does not fit into memory.")
-    return " ".join(told)
+    return [" ".join(told)] if told else []
 
 
 def _other_uses(rows: list[Result], names: list[str]) -> list[str]:
-    """Return a line for each network and batch size with the speedups in modes outside ``MODES``, and a note."""
-    found: dict[tuple[str, int], list[str]] = {}
-    for row in rows:
-        if row["mode"] not in MODES:
-            found.setdefault((row["network"], row["batch"]), []).append(f"{row['mode']} {_speedup(row)}")
-    lines = [
-        f"Speedups of {_short(name, names)} in other uses, at batch {batch}: {', '.join(told)}."
-        for (name, batch), told in found.items()
+    """Return a table of the speedups in modes outside ``MODES``, with a column for each network and batch size."""
+    found = {(row["mode"], (row["network"], row["batch"])): row for row in rows if row["mode"] in OTHER_USES}
+    columns = list(dict.fromkeys(column for _, column in found))
+    shown = [["other uses", *(f"{_short(name, names)}, {batch}" for name, batch in columns)]]
+    shown += [
+        [text, *(_speedup(found.get((mode, column))) for column in columns)]
+        for mode, text in OTHER_USES.items()
+        if any((mode, column) in found for column in columns)
     ]
-    explained = (
-        "ddp and fsdp2 were timed in one process on one GPU. `batchnorm bench networks --help` explains all these uses."
-    )
-    return [*lines, explained] if lines else []
+    return [table(shown)] if found else []
 
 
 def _cpu(r: Result) -> str:
@@ -190,7 +196,7 @@ def _cpu_networks(r: Result) -> str:
     speedups = [row["speedup"] for row in rows]
     mean = statistics.geometric_mean(speedups)
     limits = [1 / row["without_bn"] for row in rows if "without_bn" in row]
-    limit = f"; without BN, they would be {statistics.geometric_mean(limits):.2f} times as fast" if limits else ""
+    limit = f"; the limit, without BN, is {statistics.geometric_mean(limits):.2f}" if limits else ""
     return f"{len(speedups)} networks are {mean:.2f} times as fast (worst {min(speedups):.2f}){limit}"
 
 
@@ -202,8 +208,7 @@ def _memory(r: Result) -> str:
 def _train(r: Result) -> str:
     ours = [x for x in r["rows"] if not x["name"].startswith("stock")]
     return ", ".join(
-        f"{x['over_stock']:.2f} times as fast at batch {x['batch']} ({x['images_per_second']:,.0f} images/s)"
-        for x in ours
+        f"{x['over_stock']:.2f} times at batch {x['batch']} ({x['images_per_second']:,.0f} images/s)" for x in ours
     )
 
 
@@ -220,16 +225,13 @@ def _input(r: Result) -> str:
 
 def _crops(r: Result) -> str:
     share = r["share of forward"]
-    return (
-        f"{share['crops']:.2f} times the speed of the forward pass alone; with JPEG decoding,"
-        f" {share['files']:.2f} times"
-    )
+    return f"{share['crops']:.0%} of the speed of the forward pass alone; with JPEG decoding, {share['files']:.0%}"
 
 
 def _bench_fig1(r: Result) -> str:
     faster = r["times faster than eager"]
     one, whole = faster["one process"], faster["make run"]
-    return f"{one:.2f} times as fast in one process, {whole:.2f} times as fast with `make run`"
+    return f"{one:.2f} times as fast; {whole:.2f} times with `make run`, which trains two networks at once"
 
 
 def _monitor(r: Result) -> str:
@@ -251,7 +253,9 @@ SPEED = [
     Row("networks on a CPU: a training step", "bench networks --device cpu", "", "networks-cpu.json", _cpu_networks),
     Row("CUDA kernels, bf16, forward and backward: speedup", "bench kernels", "", "kernels-h200.json", _kernels),
     Row("host time of an eager CUDA layer, forward and backward", "bench host", "", "host-h200.json", _host),
-    Row("BN-Inception: a training step", "bench train", "", "bench-train-h200.json", _train),
+    Row(
+        "BN-Inception: speed of a training step, over torch.compile", "bench train", "", "bench-train-h200.json", _train
+    ),
     Row("BN-Inception: its peak memory", "bench memory", "", "memory-h200.json", _memory),
     Row("ResNet-18: accuracy after training", "bench learning --data DIR", "", "same-learning-h200.json", _learning),
     Row("images decoded and cropped, per core", "bench input DIR", "", "bench-input.json", _input),

@@ -230,8 +230,9 @@ class _Training:
             self._record(monitor, 0)
         except NothingToRecordError as error:
             raise ValueError(
-                "--monitor-every records the inputs of modules such as nn.ReLU and nn.BatchNorm2d, but the network"
-                " calls no such module, perhaps because it calls functions such as F.relu: remove this option"
+                "--monitor-every found nothing to record: it watches the network's nonlinearity modules, such as"
+                " nn.ReLU, or its normalization layers if it has no such modules, but the network calls none of them,"
+                " perhaps because it calls functions such as F.relu; remove this option"
             ) from error
         return monitor
 

@@ -150,7 +150,7 @@ def inception(
 class Network(nn.Sequential):
     """Call the layers in order, but if possible compute a unit together with a max pool that follows it.
 
-    The outputs of the units before max pools, which are large, then need not be written to memory.
+    Units before max pools have large outputs; if computed together with the pool, they need not be written to memory.
     """
 
     def forward(self, input: Tensor) -> Tensor:
