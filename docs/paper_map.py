@@ -946,7 +946,7 @@ SECTIONS: dict[str, list[Row]] = {
             ("describe inception",),
         ),
         Row(
-            '"documents the changes that were performed compared to the architecture"',
+            '"documents the changes that were performed compared to the architecture" of GoogLeNet',
             ("models.description.claims",),
             ("models/test_description.py::test_ratios_to_googlenet",),
             ("describe inception",),

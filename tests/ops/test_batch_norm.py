@@ -267,7 +267,7 @@ def test_normalize_by_given_statistics():
 
 def test_given_statistics_and_a_residual_in_half_precision():
     x, mean, var = draw(64, 16, 7, 7).bfloat16(), torch.randn(16), torch.rand(16) + 0.5
-    residual = -ops.normalize(x, mean, var)  # the sum is near 0, so BN(x) must not be rounded before it
+    residual = -ops.normalize(x, mean, var)  # BN(x) + residual is near 0, so BN(x) must not be rounded first
     y = ops.normalize(x, mean, var, residual=residual)
     want = ops.normalize(x.double(), mean, var, residual=residual.double())
     torch.testing.assert_close(y.double(), want, rtol=2**-8, atol=1e-5)

@@ -121,7 +121,7 @@ def test_resident_kernels(resident_device, channels, dtype, parts, groups):
 def test_words_that_earlier_launches_used_as_barriers(monkeypatch, resident_device, kind):
     def used(x, floats, words):
         left = torch.full((words,), -(2**31), dtype=torch.int32, device=x.device)
-        left[:2] = 0  # every launch leaves 0 in the ticket and in the first layer's count
+        left[:2] = 0  # these two words are counters, not barriers; each launch resets them to 0
         return x.new_empty(floats, dtype=torch.float32), left
 
     monkeypatch.setattr(grouped, "workspace", used)

@@ -36,7 +36,7 @@ class Monitor:
     Inside a ``with`` block, the monitor counts the calls ``net(...)`` in training mode with gradients enabled, starting
     at 0, and records those whose number is a multiple of ``every``. It does not see calls of ``net.forward`` or of
     single layers. If your training loop uses them, call :meth:`record` at each step that you want to record. If ``net``
-    is compiled, pass the network that ``torch.compile`` returned; passes that are recorded run without compilation.
+    is compiled, give the monitor the network that ``torch.compile`` returned. Calls that are recorded run uncompiled.
     In a distributed run, not every rank needs a monitor, and the ranks' monitors may differ.
 
     Args:

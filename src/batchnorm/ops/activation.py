@@ -123,7 +123,8 @@ def as_activation(spec: str | Activation | nn.Module | None) -> Activation:
         spec = Activation(spec)
     if not isinstance(spec, Activation):
         raise TypeError(
-            f"activation must be None, a torch.nn module such as nn.ReLU(), or one of {', '.join(NAMES)}; got {spec}"
+            "activation must be None, an Activation, a torch.nn module such as nn.ReLU(), or one of"
+            f" {', '.join(NAMES)}; got {spec}"
         )
     if spec.name not in NAMES:
         raise ValueError(f"activation {spec.name!r} is not one of {', '.join(NAMES)}; call it after the layer instead")

@@ -113,7 +113,7 @@ def train(
         raise ValueError("nothing to train: add --recipe, such as bn-x30, or --network for your own network")
     chosen = resolve(RECIPES[recipe or "bn-x5"], overrides)
     if not chosen.name:
-        raise ValueError("name is empty: give the run a name, which is also the name of its folder")
+        raise ValueError("name is empty: give the run a name")
     silent = os.environ.get("RANK", "0") != "0"
     _, note = check_before_training(chosen, options)
     if note is not None and not silent:

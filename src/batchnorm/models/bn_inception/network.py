@@ -91,7 +91,7 @@ def inception(
         seed: seed of the initial weights; None draws from torch's global generator.
 
     Raises:
-        ValueError: if ``size`` is below 32, if ``per_activation`` names an unknown row, or if ``per_activation`` is
+        ValueError: if ``size`` is below 32, if ``per_activation`` names an unknown module, or if ``per_activation`` is
             given without normalization.
 
     >>> net = inception(classes=10, size=32)

@@ -73,8 +73,8 @@ def run(call: Call, constant_moments: bool) -> tuple[Tensor, Moments] | None:
     gamma = gamma if gamma is None or gamma.dtype == dtype else gamma.to(dtype)
     beta = beta if beta is None or beta.dtype == dtype else beta.to(dtype)
     # The kernel returns 1/sqrt(var + eps), from which a variance much smaller than eps cannot be recovered. But the
-    # kernel also updates a running variance. If this variance is 0 before the call and the momentum is (m-1)/m, it is
-    # the biased variance of the batch after the call.
+    # kernel also updates a running variance. If that is 0 before the call, and the momentum is (m-1)/m, then after the
+    # call it holds the biased variance of the batch.
     var, unused = x.new_zeros(2, channels, dtype=dtype).unbind()
     y, mean, invstd = torch.native_batch_norm(flatten(x, x), gamma, beta, unused, var, True, (m - 1) / m, eps)
     ratio = mean * invstd  # not with NumPy, which warns about overflow and inf * 0

@@ -323,7 +323,7 @@ def max_backward_2(
     dy, where, dx, other, stats, dgamma, dbeta, columns, C, H, W, out_H, out_W, share, dy_stride,
     P: tl.constexpr, V: tl.constexpr, A: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Write the gradient of the input of max pooling at stride 2, optionally after normalization and ReLU.
+    """Compute the backward pass of max pooling at stride 2, or of normalization, ReLU and this pooling together.
 
     If ``stats`` is None, write the gradient of max pooling's input, plus ``other`` if it is given. If ``stats`` is
     given, ``other`` is x, the input of the normalization. In that case, write the gradient of x,
