@@ -6,7 +6,7 @@ from torch import nn
 
 
 class Block(nn.Module):
-    """Run a given function on a module with two convolutions, two norms, a shared activation and a shortcut."""
+    """A block with two convolutions, two norms, a shared activation and a shortcut; a given function is its forward."""
 
     def __init__(self, code, activation=None):
         super().__init__()

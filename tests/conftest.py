@@ -40,7 +40,7 @@ settings.load_profile("batchnorm")
 
 @pytest.fixture(scope="session")
 def shared_folder(tmp_path_factory):
-    """Make a folder that all processes of this test run share."""
+    """Return a function that makes a folder shared by all processes of this test run."""
     base = tmp_path_factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 

@@ -50,7 +50,7 @@ def written(file, text):
 
 
 def built(file, flags):
-    """Compile a file with g++ unless it exists; another process may do so at the same time."""
+    """Build ``file`` with g++ unless it exists; another process may build it at the same time."""
     if not file.exists():
         unfinished = file.with_suffix(f".{os.getpid()}")
         subprocess.run(["g++", *FLAGS, *flags, "-o", unfinished], check=True, capture_output=True, text=True)

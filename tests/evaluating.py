@@ -1,4 +1,4 @@
-"""Image folders and shards with known pixels, and a network whose answer can be computed by hand."""
+"""Image folders and shards with known pixels, and a network whose output can be computed by hand."""
 
 import io
 import tarfile

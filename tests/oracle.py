@@ -9,7 +9,7 @@ from batchnorm.ops import Activation, reference
 from batchnorm.ops.activation import as_activation
 from batchnorm.ops.call import Call
 
-# How far a result in this type may be from the float64 reference, relative to the tensor's largest value.
+# For each type, how far a result may be from the float64 reference, relative to the tensor's largest value.
 TOLERANCE = {
     torch.float64: {"rtol": 1e-9, "atol": 1e-10},
     torch.float32: {"rtol": 2e-5, "atol": 2e-5},

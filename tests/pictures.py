@@ -63,14 +63,14 @@ def shared_file(name):
 
 
 def real_jpegs(n=None):
-    """Return the names and bytes of the first ``n`` real ImageNet JPEGs, each of another class."""
+    """Return the names and bytes of the first ``n`` real ImageNet JPEGs, each of a different class."""
     with tarfile.open(shared_data("imagenet-sample-1000-short256.tar")) as tar:
         members = sorted((m for m in tar if m.isfile()), key=lambda m: m.name)
         return [(m.name, tar.extractfile(m).read()) for m in members[:n]]
 
 
 def gigantic():
-    """A PNG of a few bytes that says it has 3.6 billion pixels."""
+    """Return a PNG of a few bytes whose header says that the image has 3.6 billion pixels."""
 
     def chunk(kind, content):
         return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))

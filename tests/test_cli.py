@@ -48,7 +48,7 @@ def refused(words, capsys):
     """Run a command that must fail with an error, and return the error message in one line."""
     try:
         status = main(words)
-    except SystemExit as stop:  # how tyro refuses
+    except SystemExit as stop:  # tyro exits on an invalid option
         status = stop.code
     out, err = capsys.readouterr()
     assert status == 2, out + err

@@ -214,7 +214,8 @@ def test_commands_that_need_nothing(tmp_path, monkeypatch, capsys):
 
 ARGS = re.compile(r"^(?:Args|Attributes):\n((?:    .*\n?|\n)*)", re.MULTILINE)
 ARG = re.compile(r"^    (\w+):", re.MULTILINE)
-EXAMPLE = re.compile(r"^>>> (?:.+\n?)+|(?<=\n\n)    (?:.+\n?)+", re.MULTILINE)  # with output, or an indented block
+# A doctest with its output, or an indented block.
+EXAMPLE = re.compile(r"^>>> (?:.+\n?)+|(?<=\n\n)    (?:.+\n?)+", re.MULTILINE)
 
 
 def is_result(word, thing):

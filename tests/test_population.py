@@ -53,7 +53,7 @@ def deep(norm=bn.BatchNorm1d):
 
 
 class SharedTwice(nn.Module):
-    """Call ``shared`` on the input, and again after the layer ``before``; ``behind`` reads only the first output."""
+    """Call ``shared`` on the input, and again after the layer ``before``; ``behind`` reads the first call's output."""
 
     def __init__(self, around):
         super().__init__()
@@ -82,7 +82,7 @@ def test_layers_wait_for_the_statistics_of_a_shared_layer_above_them():
 def test_a_shared_layer_that_depends_on_itself_comes_last():
     net, (x,) = SharedTwice(around=True).double(), unequal_batches(4, sizes=(9,))
     bn.estimate_(net, [x], rule="pooled", upstream="population")
-    # The shared layer normalizes by the mini-batch until all statistics are known.
+    # The shared layer normalizes by the mini-batch until its population statistics are estimated.
     seen = (F.batch_norm(x, None, None, training=True).sigmoid()) * 3
     torch.testing.assert_close(net.behind.running_mean, seen.mean(0), rtol=1e-12, atol=1e-12)
     scaled = F.batch_norm(seen, seen.mean(0), seen.var(0, correction=0)) * 2 + 1
@@ -423,7 +423,7 @@ def test_an_exception_leaves_the_network_bit_for_bit_as_it_was(upstream, broken)
             yield {"forward": torch.randn(5, 2), "values": torch.full((5, 3), float("nan"))}.get(broken, good[:1])
 
     if (broken, upstream) == ("single", "population"):
-        return  # no error: one example has moments, and nothing is normalized by them
+        return  # no error: the variance of a single example is 0, and no layer normalizes by it
     with pytest.raises((OSError, RuntimeError, ValueError)):
         bn.estimate_(net, Loader(), upstream=upstream)
     torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)

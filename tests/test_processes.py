@@ -58,7 +58,7 @@ def write_handler(path):
     path.write_text(repr(signal.getsignal(signal.SIGINT)))
 
 
-@pytest.mark.skipif(sys.platform == "win32", reason="other signals")
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has other signals")
 def test_a_child_ignores_ctrl_c_until_it_sets_a_handler(tmp_path):
     before = signal.getsignal(signal.SIGINT)
     child = ChildProcess(write_handler, tmp_path / "handler")
@@ -104,7 +104,7 @@ class Counter:
 
 def test_an_object_lives_in_another_process_and_keeps_its_state():
     counter, broken = Remote(Counter, "1"), Remote(Counter, "x")
-    assert counter.result() is None  # it is built
+    assert counter.result() is None  # the object exists
     assert [counter.call("add", 2), counter.call("add", 3)] == [3, 6]
     with pytest.raises(TypeError, match="unsupported operand"):
         counter.call("add", None)

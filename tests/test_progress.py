@@ -1,4 +1,4 @@
-"""Test progress output: nothing for short passes, rich's bar on a terminal, and plain lines elsewhere."""
+"""Test progress output: nothing for short loops and calls, rich's bar on a terminal, and plain lines elsewhere."""
 
 from threading import Event, Timer
 from types import SimpleNamespace

@@ -131,7 +131,8 @@ def test_gradients_of_gradients(where):
 
 
 def test_many_gradients_at_once(where):
-    stock, net, (x, _) = pair(where, torch.contiguous_format)  # stock layers reject channels_last on a GPU
+    # On a GPU, stock layers do not support batched gradients in channels_last.
+    stock, net, (x, _) = pair(where, torch.contiguous_format)
     found = []
     for model in (stock, net):
         leaf = x.clone().requires_grad_()

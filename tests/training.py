@@ -84,7 +84,7 @@ def assert_same_outcome(a, b):
 
 
 def torchrun(ranks, data, out, *extra):
-    """The command line of a small run on several ranks."""
+    """Return the command line of a small run on several ranks."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     recipe = ["--recipe", "bn-x5", "--width", "0.04", "--size", "32", "--batch-size", "8", "--epochs", "3"]
     options = [f"--{key.replace('_', '-')}={value}" for key, value in OPTIONS.items()]

@@ -117,7 +117,7 @@ class NormCalls(TorchDispatchMode):
     count = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        # The sixth argument is training. Ignore calls in training mode: weight standardization uses them, too.
+        # The sixth argument is training. Ignore calls in training mode, such as those of weight standardization.
         if "batch_norm" in func.__name__ and "backward" not in func.__name__:
             self.count += not (len(args) > 5 and args[5] is True)
         return func(*args, **(kwargs or {}))

@@ -27,7 +27,7 @@ def test_small_networks_on_this_machine(tmp_path, capsys):
     # Do not check the size of the peaks: it depends on the workspaces that the CPU's kernels allocate.
     assert [row.over_stock for row in rows] == [row.peak / rows[0].peak for row in rows]
     assert min(row.peak for row in rows) > 0
-    if not torch.cuda.is_available():  # on a CPU, this peak includes workspaces, too
+    if not torch.cuda.is_available():  # on a CPU, the peak of the tensors includes workspaces, too
         assert [row.tensors for row in rows] == [row.peak for row in rows]
     written = json.loads((tmp_path / "memory.json").read_text())
     assert [row["name"] for row in written["rows"]] == names

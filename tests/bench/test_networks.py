@@ -123,7 +123,7 @@ def test_writes_rows_bars_and_a_picture(tmp_path, capsys):
 def test_an_eager_row_of_a_cpu_has_the_limit(tmp_path, capsys):
     row, other = run(tmp_path / "networks.json", "tiny", batches=(2,), modes=("eager", "evaluation"))
     assert row["without_bn"] > 0
-    assert "without_bn" not in other  # the limit is a training step
+    assert "without_bn" not in other  # the limit is measured for training steps only
     assert "stock without BN" in capsys.readouterr().out
 
 

@@ -140,7 +140,7 @@ def test_crops_change_from_epoch_to_epoch_and_with_the_seed(pictures):
         return next(batches.epoch(epoch))
 
     (a, la), (b, lb) = first(0, 0), first(1, 0)
-    assert torch.equal(la, lb)  # the fixed order
+    assert torch.equal(la, lb)  # the fixed order is the same in every epoch
     assert not torch.equal(a, b)
     assert not torch.equal(first(0, 1)[1], la)
 

@@ -16,7 +16,7 @@ from batchnorm.data.decode import decode_crop
 
 @pytest.fixture(scope="module")
 def imagenet(tmp_path_factory):
-    """One JPEG of each of the 1000 classes, as an image folder and as shards."""
+    """Save one JPEG of each of the 1000 classes, as an image folder and as shards; return the paths."""
     root = tmp_path_factory.mktemp("imagenet")
     for name, data in real_jpegs():
         file = root / "folder" / "train" / name.partition("_")[0] / name

@@ -19,7 +19,7 @@ from batchnorm.optional_packages import MissingExtraError
 
 
 def coordinates(width, height):
-    """An image whose pixel at (x, y) is (x mod 256, y mod 256, 16 (x div 256) + y div 256)."""
+    """Return an image whose pixel at (x, y) is (x mod 256, y mod 256, 16 (x div 256) + y div 256)."""
     y, x = np.mgrid[:height, :width]
     return torch.from_numpy(np.stack([x % 256, y % 256, 16 * (x // 256) + y // 256], axis=-1).astype(np.uint8))
 
@@ -37,8 +37,8 @@ def views_of(image, crops):
     return [cut_views(level.movedim(-1, 1), crops) for level in cut_squares(image, crops)]
 
 
-# Worked out by hand from the protocol: the first pixels of crops of 224 from images that are not resized, because their
-# short side is 256. For each square: center, upper left, upper right, lower left, lower right.
+# Computed by hand from the protocol: the position (x, y) of each 224 px crop's upper left pixel. The images are not
+# resized, because their short side is 256. For each square: center, upper left, upper right, lower left, lower right.
 WIDE_341 = [
     [(16, 16), (0, 0), (32, 0), (0, 32), (32, 32)],  # left square, x from 0
     [(58, 16), (42, 0), (74, 0), (42, 32), (74, 32)],  # center, x from (341 - 256) // 2 = 42
@@ -105,7 +105,7 @@ def test_ten_crops_are_of_the_center_square():
 
 def test_sizes_and_scales_of_small_crops():
     crops = Crops.of(144, size=64)
-    # 64 * 256 / 224 = 73.1, 82.3, 91.4, 100.6
+    # 64 / 224 times 256, 288, 320 and 352 is 73.1, 82.3, 91.4 and 100.6.
     assert crops.scales == (73, 82, 91, 101)
     views = views_of(torch.from_numpy(np.array(picture(64, 64))), crops)
     assert [tuple(v.shape) for v in views] == [(12, 1, 3, 64, 64)] * 4

@@ -88,7 +88,8 @@ def test_a_module_whose_code_has_changed_since_unpickles_as_its_own_class(net, x
 def test_the_digest_of_code_ignores_the_order_of_a_set():
     code = (lambda x: x in {"a", "b"}).__code__
     texts = {_text_of(code.replace(co_consts=(None, frozenset(items)))) for items in ((0, 8), (8, 0))}
-    # 0 and 8 collide in a small set, so it has the order of insertion; that of strings differs between processes.
+    # 0 and 8 collide in a small set, so the set keeps their order of insertion. In a set of strings, the order differs
+    # between processes.
     assert repr(frozenset((0, 8))) != repr(frozenset((8, 0)))
     assert len(texts) == 1
     assert _text_of(code) != _text_of(code.replace(co_consts=(None, frozenset((0, 8)))))

@@ -1,4 +1,4 @@
-"""The exported file computes what the network's evaluation mode computes, for any batch size."""
+"""Test that the exported file computes what the network computes in evaluation mode, for any batch size."""
 
 import copy
 import sys

@@ -1,4 +1,4 @@
-"""fold(net) computes what net.eval() computes, and says where it folded and where not."""
+"""Test that fold(net) computes what net.eval() computes, and reports where it folded and where it did not."""
 
 import copy
 

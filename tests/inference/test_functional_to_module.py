@@ -32,7 +32,7 @@ def left(net):
 
 
 class NormActDrop(nn.BatchNorm2d):
-    """Written as timm writes it: F.batch_norm, then children."""
+    """A batch norm as timm writes it: F.batch_norm, then the child modules."""
 
     def __init__(self, features, act):
         super().__init__(features)

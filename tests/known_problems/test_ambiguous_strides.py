@@ -1,4 +1,4 @@
-"""Gradients on the CPU if a dimension has size 1. Those of ``torch.nn`` are off by about 100%."""
+"""On the CPU, if a dimension has size 1, gradients of ``torch.nn`` can be off by 100%; this library's are right."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def loss_of(norm, x, weight):
 
 
 def error(norm, dtype):
-    """The relative error of dgamma."""
+    """Return the relative error of dgamma."""
     x, weight = torch.randn(N, C, T, 1, dtype=dtype), torch.randn(2, C, dtype=dtype)
     norm = norm.to(dtype)
     (found,) = torch.autograd.grad(loss_of(norm, x, weight), norm.weight)

@@ -1,4 +1,4 @@
-"""Activation checkpointing runs a forward pass twice; the statistics are updated once (pytorch 96136)."""
+"""Activation checkpointing runs a forward pass twice; the layers update the statistics only once (pytorch 96136)."""
 
 import copy
 

@@ -29,7 +29,7 @@ def test_torchs_converter_moves_the_output():
     net, x = network().eval(), torch.randn(2, 3, 5, 5)
     before = run(net, x)
     after = run(nn.SyncBatchNorm.convert_sync_batchnorm(net).eval(), x)
-    assert (before - after).abs().max() > 0.1, "torch has mended it"
+    assert (before - after).abs().max() > 0.1, "torch has fixed it"
 
 
 def test_ours_keeps_the_output_and_everything_on_the_layers():

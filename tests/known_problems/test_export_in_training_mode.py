@@ -15,7 +15,7 @@ def network():
 def test_torchs_exporter_writes_the_training_function():
     net, x = network().train(), torch.randn(4, 3, 6, 6)
     program = torch.export.export(net, (x,)).module()
-    assert (program(x) - net.eval()(x)).abs().max() > 0.1, "torch has mended it"
+    assert (program(x) - net.eval()(x)).abs().max() > 0.1, "torch has fixed it"
 
 
 @pytest.mark.parametrize("name", ["net.onnx", "net.pt2"])

@@ -53,7 +53,7 @@ def test_every_case_is_folded_or_left_as_a_map_exactly(name):
 def test_what_torch_gets_wrong(name):
     make, example, _ = CASES[name]
     net, x = scramble_(make()).eval(), example()
-    assert (fuse(net)(x) - net(x)).abs().max() > 0.1, "torch has mended it"
+    assert (fuse(net)(x) - net(x)).abs().max() > 0.1, "torch has fixed it"
 
 
 def test_functional_batch_norm_is_folded_or_counted():

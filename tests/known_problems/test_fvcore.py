@@ -12,7 +12,7 @@ import batchnorm as bn
 
 
 def far_from_zero():
-    """Batches with a mean of 10,000 standard deviations."""
+    """Return batches with a mean of 10,000 standard deviations."""
     return [torch.randn(64, 1, generator=torch.Generator().manual_seed(i)) + 1e4 for i in range(4)]
 
 

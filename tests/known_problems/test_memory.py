@@ -84,5 +84,5 @@ def test_on_a_gpu(layout):
 @pytest.mark.gpu
 def test_the_appendix_network_on_a_gpu():
     rows = {row.name: row.over_stock for row in memory(batch=64, only=["ours", "ours, recompute"])}
-    assert rows["ours"] <= 0.78  # less at batch 256, where weights count for less: results/memory-h200.json
+    assert rows["ours"] <= 0.78  # lower at batch 256, where weights matter less: see results/memory-h200.json
     assert rows["ours, recompute"] <= 0.63

@@ -17,7 +17,7 @@ UNEVEN = [torch.zeros(8, 1), torch.full((2, 1), 10.0)]
 def test_batches_of_eight_and_two():
     net = nn.Sequential(nn.BatchNorm1d(1))
     update_bn(UNEVEN, net)
-    assert (net[0].running_mean.item(), net[0].running_var.item()) == (5.0, 0.0), "torch has mended it"
+    assert (net[0].running_mean.item(), net[0].running_var.item()) == (5.0, 0.0), "torch has fixed it"
     bn.estimate_(net, UNEVEN, rule="pooled")
     assert net[0].running_mean.item() == pytest.approx(2.0)
     assert net[0].running_var.item() == pytest.approx(16.0)

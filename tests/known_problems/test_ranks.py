@@ -45,7 +45,7 @@ def everyone(way):
 
 def test_what_torch_keeps_knows_nothing_of_rank_1():
     (mean, _), _ = on_ranks(2, one_rank, "torch")
-    assert (mean < 0.1 * FAR).all(), "torch has mended it"
+    assert (mean < 0.1 * FAR).all(), "torch has fixed it"
 
 
 def test_population_statistics_are_those_of_all_ranks_with_the_spread_of_their_means():

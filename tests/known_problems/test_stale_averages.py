@@ -18,7 +18,7 @@ def test_running_averages_lag_and_population_statistics_do_not():
     torch.testing.assert_close(net[0].running_mean, everything.mean(0), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(net[0].running_var, everything.var(0, correction=0), rtol=1e-5, atol=1e-5)
     (layer,) = report.layers
-    assert 0.3 < layer.mean_gap < 0.5, "a gap of 1.2, in units of the standard deviation, 3"
+    assert 0.3 < layer.mean_gap < 0.5, "a gap of 1.2, divided by the standard deviation of 3"
     assert bn.estimate_(net, data, rule="pooled").layers[0].mean_gap < 1e-5
 
 

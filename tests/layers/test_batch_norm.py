@@ -1,4 +1,4 @@
-"""The layers as drop-ins for torch.nn's."""
+"""Test the layers as drop-in replacements for torch.nn's."""
 
 import copy
 import io

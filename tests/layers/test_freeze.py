@@ -129,7 +129,7 @@ def test_a_state_dict_replaces_how_much_is_frozen():
     assert here.frozen_statistics
     assert here.weight.requires_grad
     assert here.bias.requires_grad
-    # Loading a state dict does not make a parameter trainable that the user had frozen.
+    # Loading a state dict does not unfreeze a parameter that the user has frozen.
     taught.weight.requires_grad_(False)
     taught.load_state_dict(there.state_dict())
     assert not taught.weight.requires_grad

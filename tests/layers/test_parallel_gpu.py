@@ -1,4 +1,4 @@
-"""DistributedDataParallel on a GPU: over nccl, and two ranks that share one device over gloo."""
+"""Test DistributedDataParallel on a GPU: with nccl on one rank, and with gloo on two ranks that share the GPU."""
 
 import pytest
 import torch

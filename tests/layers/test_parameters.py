@@ -1,4 +1,4 @@
-"""Gamma and beta without weight decay."""
+"""Test that param_groups exempts gamma and beta from weight decay."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Compare Ghost and Renorm with their definitions, and test Sync in one process; test_synchronized.py tests ranks."""
+"""Compare Ghost and Renorm with their definitions; test Sync in one process (on ranks: test_synchronized.py)."""
 
 import copy
 

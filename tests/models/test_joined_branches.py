@@ -135,7 +135,6 @@ def test_nothing_is_concatenated(launches, device, monkeypatch):
 
 def test_second_derivatives(launches, device):
     module, x = made("average", device), images(device, 2).requires_grad_()
-    module.rearrange = True
     found = []
     for rearrange in (True, False):
         module.rearrange = rearrange

@@ -29,7 +29,7 @@ def test_the_kernel_writes_what_torch_does(device, shape, layout):
     params=[pytest.param("cpu", marks=pytest.mark.interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
 )
 def usable(request, emulation, monkeypatch):
-    """Where pixel_blocks.cu runs: emulated on the CPU, or on a GPU."""
+    """Return the device for pixel_blocks.cu: a GPU if there is one, or the CPU, where the kernel is emulated."""
     if request.param == "cpu":
         if emulation is None:
             pytest.skip("no g++ that compiles the emulated kernel")
@@ -50,7 +50,7 @@ def example(device, shape=(3, 3, 9, 12), size=7, outputs=64, dtype=torch.bfloat1
 
 
 def exact(x, kernel, dy):
-    """The output and the kernel's gradient, in float64."""
+    """Return the output and the kernel's gradient, in float64."""
     kernel = kernel.double().requires_grad_()
     y = F.conv2d(x.double(), kernel, None, 2, kernel.shape[-1] // 2)
     return y.detach(), torch.autograd.grad(y, kernel, dy.double())[0]
@@ -100,7 +100,7 @@ def test_the_gradient_can_be_differentiated(usable):
     dy.requires_grad_()
     (found,) = torch.autograd.grad(y, kernel, dy, create_graph=True)
     assert_near(found.detach(), expected, 0.01)
-    # The kernel's gradient is linear in dy. Differentiated by dy, it gives the convolution of x again.
+    # The kernel's gradient is linear in dy. Its derivative with respect to dy is the convolution of x again.
     (again,) = torch.autograd.grad(found, dy, kernel.detach())
     assert_near(again, y.detach().double(), 0.01)
 

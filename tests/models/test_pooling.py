@@ -33,7 +33,7 @@ CASES = [
 
 
 def values(shape, dtype, device, sliced):
-    """Return small integers, so that windows contain equal values, in a channels-last tensor or a slice of one."""
+    """Return a channels-last tensor, or a slice of one, of small integers, so that windows contain equal values."""
     n, c, h, w = shape
     x = torch.randint(-3, 4, (n, c + 16 * sliced, h, w)).to(device, dtype)
     x = x.contiguous(memory_format=torch.channels_last)

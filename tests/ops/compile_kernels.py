@@ -21,7 +21,7 @@ NUMBERS = (
     *("classes", "pixels", "stride", "rows", "columns", "before", "each", "x_n", "x_c", "x_h", "x_w"),
 )
 POINTERS = {"bits": "u8", "where": "u8", "batches": "i64", "skipped": "i64", "words": "i32"}
-# Pointers to the given dtype. A pointer that is neither in POINTERS nor here is to float32.
+# Pointers to the dtype that `build` is given. Pointers that are neither here nor in POINTERS point to float32.
 TYPED = ("x", "y", "residual", "dy", "dx", "dresidual", "other", "blocks")
 ALONE = {"T": 2, "PHASE": 3, "ALONE": True, "LAST": False, "TREE": False, "TICKET": False}
 MET = {"T": 4, "PHASE": 3, "ALONE": False, "LAST": False, "TREE": False, "TICKET": True}
@@ -35,7 +35,7 @@ def build(kernel, form, way, dtype, act, absent, pointers=POINTERS):
     constants = {**way, "FORM": form, "ACT": act, "CUMULATIVE": act == 2, "STAGES": 3, "ON_DEVICE": True}
     signature, fixed, attributes = {}, {}, {}
     for i, numbered in enumerate(kernel.arg_names):
-        name = numbered.rstrip("0123")  # numbered by layer if a launch is for several layers
+        name = numbered.rstrip("0123")  # if a launch is for several layers, names end in a layer's number
         if name in constants or name in absent or numbered in absent:
             signature[numbered], fixed[(i,)] = "constexpr", constants.get(name)
         elif name in (*NUMBERS, "magic", "shift"):
@@ -87,7 +87,7 @@ def main():
     count += 1
     again = ("bits", "gamma", "beta", "running_mean", "running_var", "batches", "skipped")
     for form, absent in ((LAST, again), (FIRST, (*again, "residual"))):
-        build(forward, form, REST, "bf16", 1, absent, pointers={})  # launch.normalize
+        build(forward, form, REST, "bf16", 1, absent, pointers={})  # launch.recompute
         count += 1
     for aligned in (False, True):
         build(update, LAST, {"CHUNK": 2048, "ALIGNED": aligned}, "fp32", 1, (), {"table": "i64", "chunks": "i64"})

@@ -7,7 +7,7 @@ from batchnorm.ops.cuda import driver, grouped, resident
     params=[pytest.param("cpu", marks=pytest.mark.interpreted), pytest.param("cuda", marks=pytest.mark.gpu)]
 )
 def resident_device(request, emulation, monkeypatch):
-    """Return each device for resident.cu: the CPU, where it is emulated, and a GPU if there is one."""
+    """Return the device for resident.cu: a GPU if there is one, or the CPU, where the kernel is emulated."""
     caches = (resident._kernel, resident.prepared, grouped._prepared)  # read now, before tests patch them
 
     def forget():

@@ -1,4 +1,4 @@
-"""Compiled files in the user's cache folder."""
+"""Test how compiled files are cached in the user's cache folder."""
 
 import itertools
 import sys

@@ -176,7 +176,7 @@ def test_a_folder_that_others_can_write_to_is_not_trusted(tmp_path):
     folder = tmp_path / "cache" / "batchnorm"
     folder.mkdir(parents=True)
     folder.chmod(0o777)
-    assert "is writable by others" in compiler.kernels().uncached  # compiled elsewhere
+    assert "is writable by others" in compiler.kernels().uncached  # it is compiled in a temporary folder
     assert not list(folder.iterdir())
 
 

@@ -635,4 +635,4 @@ def test_relu_lets_gradients_of_nan_pass():
     x = torch.randn(8, 3)
     beta = torch.tensor([torch.nan, 0.0, 0.0], requires_grad=True)
     run(x, new_running(3), activation=RELU, beta=beta).backward(torch.ones(8, 3))
-    assert beta.grad[0] == 8  # as torch's
+    assert beta.grad[0] == 8  # as with torch's ReLU

@@ -1,4 +1,4 @@
-"""Test the layers' fast path with torch's kernel: its results are the same; if it does not apply, nothing changes."""
+"""Test the layers' fast path with torch's kernel: its results are right; if it does not apply, it changes nothing."""
 
 import copy
 import gc
@@ -106,7 +106,7 @@ def test_nothing_moves_where_another_way_is_due(name):
     running = new_running(x.shape[-1] if x.dim() == 1 else x.shape[1])
     before = copy_of(running)
     assert run(x, running) is None
-    assert run(x, running) is None  # although the first call may have cached its checks of the shapes
+    assert run(x, running) is None  # even if the first call has cached its checks of the shapes
     assert all(torch.equal(a, b) for a, b in zip(running, before, strict=True))
 
 

@@ -301,7 +301,7 @@ def one_step(layer, x, residual, dy):
 
 @pytest.fixture
 def built():
-    """The extension, built and in use."""
+    """Build the extension, start to use it, and return it."""
     extension.start(autograd._configure)
     assert extension.wait() is None
     return extension.module
@@ -344,7 +344,7 @@ def test_on_a_gpu_everything_unusual_still_works(built):
     for _ in range(3):
         layer(x).square().sum().backward()
     assert "Fused" in layer(x).grad_fn.name()
-    # Checkpointing runs the forward pass again, and moves averages once.
+    # Checkpointing runs the forward pass twice, but moves the averages only once.
     count = int(layer.num_batches_tracked)
     y = torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)
     y.square().sum().backward()
@@ -358,7 +358,7 @@ def test_on_a_gpu_everything_unusual_still_works(built):
             found = torch.autograd.grad(layer(x).square().sum(), x)[0]
     torch.cuda.synchronize()
     assert torch.equal(found, expected)
-    # A gradient's gradient.
+    # Compute a gradient of a gradient.
     (dx,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
     (ddx,) = torch.autograd.grad(dx.square().sum(), x)
     assert ddx.isfinite().all()

@@ -1,4 +1,4 @@
-"""Test tensors of more than 2^31 elements, whose offsets need 64 bits; a small tensor tests the check itself."""
+"""Test tensors of more than 2^31 elements, whose offsets need 64 bits; a small tensor tests the test itself."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Test which tensors a compiled backward pass recomputes instead of saving them."""
+"""Test which tensors compiled code recomputes in the backward pass instead of saving them."""
 
 import pytest
 import torch

@@ -22,7 +22,7 @@ class Kernel:
         self.compiled, self.given = 0, None
 
     def __getitem__(self, grid):
-        if len(grid) == 3:  # a compiled kernel's
+        if len(grid) == 3:  # the grid of a compiled kernel
             return lambda *args: setattr(self, "given", args)
 
         def compile_and_run(*args, num_warps):

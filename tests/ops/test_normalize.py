@@ -1,4 +1,4 @@
-"""Compare normalization by given statistics, in one kernel and with gradients, with plain operations in float64."""
+"""Compare the kernel that normalizes by given statistics, and its gradients, with plain operations in float64."""
 
 from itertools import product
 

@@ -41,7 +41,7 @@ def assert_same(net, x, **options):
 
 
 def kept(net, x, less, forward=None):
-    """Bytes alive after a forward pass, in units of x."""
+    """Return how much memory a forward pass allocates and keeps, as a multiple of the size of x."""
     net = copy.deepcopy(net)
 
     def call():

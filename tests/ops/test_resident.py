@@ -1,4 +1,4 @@
-"""Test the kernel that keeps its input on chip, on a GPU or emulated on the CPU.
+"""Test the kernel that keeps its input on chip; it runs on a GPU, or is emulated on the CPU.
 
 Outputs start as NaN, so that tests fail if a value is not written.
 """
@@ -41,7 +41,7 @@ def test_all_programs_of_a_plan_run_at_the_same_time(itemsize, processors):
 
 
 @pytest.mark.parametrize("shape", [(64, 192, 512, 512), (512, 64, 56, 56), (3, 2048, 7, 7), (4096, 1000, 14, 14)])
-@pytest.mark.parametrize("processors", [4, 16, 132])  # 16 as in a part of a GPU
+@pytest.mark.parametrize("processors", [4, 16, 132])  # 16, as in a MIG partition of a GPU
 def test_there_are_programs_however_large_a_channel_is(shape, processors):
     for form in (torch.channels_last, torch.contiguous_format):
         g = geometry_of(torch.empty(shape, device="meta", memory_format=form))
@@ -233,7 +233,7 @@ def test_a_launch_that_the_device_refuses_is_left_to_the_others(monkeypatch):
     monkeypatch.setattr(resident, "_kernel", lambda *_: Refusing())
     resident.prepared.cache_clear()
     x = arranged((8, 16, 4, 4), "last", torch.float32, "cpu")
-    got, e = run(x, planned(x, 1), ("relu",))  # interpreted
+    got, e = run(x, planned(x, 1), ("relu",))  # falls back to Triton's kernel, which is interpreted
     compare(x, got, e)
 
 

@@ -1,4 +1,4 @@
-"""Test the update of the running averages, by the operator and by the plain operations in torch.func transforms."""
+"""Test the update of the running averages, by the operator and by the plain operations that transforms need."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Gradients of tensors with dimensions of size 1, whose strides do not tell contiguous from channels_last."""
+"""Test tensors with dimensions of size 1: their strides do not tell contiguous from channels_last."""
 
 from contextlib import nullcontext
 

@@ -1,7 +1,7 @@
 """Test that docstrings cite every implemented part of the paper.
 
-Docstrings of exported names must cite a part or say that the name goes beyond the paper. Other docstrings must not say
-that.
+Docstrings of exported names must cite a part or say that the name goes beyond the paper. No other docstring may say
+that its name goes beyond the paper.
 """
 
 import ast

@@ -21,7 +21,8 @@ def test_the_covariance_of_the_outputs_is_j_j_transposed():
     any_j = torch.randn(6, 6, dtype=f64)
     torch.testing.assert_close(covariance(x_hat @ any_j.T), any_j @ any_j.T)
     assert not torch.allclose(covariance(x_hat @ any_j.T), unit, atol=0.1)
-    # Choose J so that the covariance of the outputs is the identity: all its singular values are 1, and it keeps norms.
+    # Choose J so that the covariance of the outputs is the identity. Then all singular values of J are 1, and J keeps
+    # the norm of a gradient.
     j = torch.linalg.solve_triangular(torch.linalg.cholesky(any_j @ any_j.T), any_j, upper=False)
     torch.testing.assert_close(covariance(x_hat @ j.T), unit)
     torch.testing.assert_close(torch.linalg.svdvals(j), torch.ones(6, dtype=f64))

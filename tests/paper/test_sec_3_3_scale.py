@@ -72,7 +72,7 @@ def test_jacobians_with_eps(a, eps):
 @pytest.mark.parametrize("a", [0.01, 0.5, 3.0, 100.0])
 def test_jacobians_with_eps_within_their_bound(a, eps):
     # dy_i/dx_j = (delta_ij - 1/m) / s - v_i v_j / (m s^3) with v = x - mu and s = sqrt(var + eps). With aW, the
-    # first term changes by the factor c of the outputs, and the second by its third power.
+    # first term is multiplied by c, which is also the factor of the outputs, and the second term by c^3.
     u, w, _ = problem()
     x, m = u @ w.T, len(u)
     v, var = x - x.mean(0), x.var(0, correction=0)
@@ -93,7 +93,7 @@ def test_a_negative_scale_flips_the_sign():
 
 
 def test_larger_weights_get_smaller_gradients_and_stop_growing():
-    # The gradient is orthogonal to the weights of each unit, so plain SGD can only make them longer, ever more slowly.
+    # The gradient is orthogonal to each unit's weight vector, so plain SGD can only lengthen it, ever more slowly.
     u, w, dy = problem()
     dw = torch.func.vjp(lambda w: layer(u, w, 0.0), w)[1](dy)[0]
     torch.testing.assert_close((dw * w).sum(1), torch.zeros(4, dtype=f64), rtol=0, atol=1e-9)

@@ -14,7 +14,7 @@ from batchnorm.report.runs import read_runs
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium was found; apt-get install chromium")
 
-# A script that runs before the page's content security policy applies, and answers when the page has loaded.
+# A script that runs before the page's content security policy applies. When the page has loaded, it writes an answer.
 ASK = """<script>
 window.problems = [];
 addEventListener("error", (e) => problems.push(String(e.message || e.target.outerHTML)), true);

@@ -49,7 +49,7 @@ def test_a_run_of_train_is_read_whole(tmp_path):
     (tmp_path / "recipe.json").write_text(json.dumps({"batch_norm": True, "width": 0.5}))
     (tmp_path / "result.json").write_text(json.dumps({"running_top1": 0.5, "top1": 0.6}))
     (run,) = read_runs([tmp_path])
-    assert run.accuracy == [(8, 0.5)], "of validation, though training's was written first"
+    assert run.accuracy == [(8, 0.5)], "the validation accuracy, although the training accuracy was written first"
     assert run.layers == ["relu"]
     assert run.line() == f"{tmp_path.name}: step 8, {' 50.00%, '.join(NAMES)} 60.00%"
     page = render([run])
@@ -251,7 +251,7 @@ def test_text_from_a_run_cannot_become_markup(hostile):
     assert text.count("</script>") == text.count("<script") == 2
     assert "hacked=1<" not in text
     assert "'unsafe" not in text
-    assert " style=" not in text, "the policy would not apply it"
+    assert " style=" not in text, "the content security policy would block it"
 
 
 def test_names_that_have_no_utf8_or_control_a_terminal(tmp_path, capsys):

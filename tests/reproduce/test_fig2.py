@@ -364,7 +364,7 @@ def test_a_sitting_needs_only_the_result_files_of_the_ones_before(data, tmp_path
     assert whole["best rates"] == {"inception": 0.003}
     assert read(tmp_path / "whole", "faster")["recipe"]["rate"] == pytest.approx(0.015)
     run(data, plan, tmp_path / "first", jobs=2, only=("low",))
-    shutil.copytree(tmp_path / "first/results", tmp_path / "second/results")  # nothing else travels
+    shutil.copytree(tmp_path / "first/results", tmp_path / "second/results")  # nothing else is copied
     run(data, plan, tmp_path / "second", jobs=2)
     for name in ("low", "faster"):
         for key in ("recipe", "curve", "data"):

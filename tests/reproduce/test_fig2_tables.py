@@ -189,9 +189,9 @@ def test_a_baseline_at_chance_decides_nothing(results):
         ({100: 0.4}, {100: 0.3, 200: 0.5}, "seen"),
         ({100: 0.3, 200: 0.4}, {100: 0.45}, "not seen"),
         ({100: 0.4}, {100: 0.4}, "not seen"),
-        ({100: 0.4}, {100: 0.1}, "seen"),  # never
+        ({100: 0.4}, {100: 0.1}, "seen"),  # BN-x30 never reaches 40%
         ({100: 0.1}, {100: 0.4}, "not seen"),
-        ({100: 0.1}, {100: 0.1}, "not resolved"),  # neither of them
+        ({100: 0.1}, {100: 0.1}, "not resolved"),  # neither network reaches 40%
     ],
 )
 def test_bn_x30_early(results, x5, x30, verdict):
@@ -479,7 +479,7 @@ def test_the_claims_at_every_choice_of_rates(results, tmp_path):
 
 def test_bn_trains_where_inception_fails(results):
     claim = "BN trains at higher rates"
-    sweeps(results)  # decide nothing, because the highest rate tried differs with and without BN
+    sweeps(results)  # these decide nothing, because the highest rate tried differs with and without BN
     assert judged(results, claim).verdict == "not run yet"
     of_three(results, "bn-baseline-x5", {400: 0.3})
     assert judged(results, claim).verdict == "not run yet"

@@ -1,4 +1,4 @@
-"""Algorithm 2, lines 1 to 5: a batch normalization between each affine layer and the nonlinearity it feeds."""
+"""Test lines 1 to 5 of Algorithm 2: insert puts batch normalization between each affine layer and its nonlinearity."""
 
 import copy
 
@@ -16,7 +16,7 @@ VGG = [8, "M", 16, 16, "M"]
 
 
 def vgg(norm: bool):
-    """A small VGG, built like the published one: Sequential(conv, [bn,] relu, ..., pool) and a linear head."""
+    """Return a small VGG, built like the published one: Sequential(conv, [bn,] relu, ..., pool) and a linear head."""
     layers, channels = [], 3
     for v in VGG:
         if v == "M":
@@ -56,7 +56,7 @@ def test_training_it_equals_training_the_published_form_step_by_step():
 
 
 class Plain(nn.Module):
-    """A network with functional nonlinearities after a sum, a concatenation, a pool and a LayerNorm, and a gate."""
+    """A network with a gate, and functional nonlinearities after a sum, a concatenation, a pool and a LayerNorm."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""A network that differs from the original in its gradients, or only under autocast, is rejected."""
+"""Test that a network is rejected if its gradients, or only its outputs under autocast, differ from the original's."""
 
 import copy
 from importlib import import_module

@@ -34,7 +34,7 @@ def test_what_a_run_leaves(reference):
     result = json.loads((reference / "result.json").read_text())
     lines = read(reference / "metrics.jsonl")
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, 13))
-    assert [line["step"] for line in lines if "val_top1" in line] == [5, 10, 12, 12]  # the last: folded
+    assert [line["step"] for line in lines if "val_top1" in line] == [5, 10, 12, 12]  # the last is the folded network's
     assert (result["steps"], result["examples"], result["classes"], result["diverged"]) == (12, 30, 3, False)
     assert result["top1"] == lines[-1]["val_top1"]
     assert result["best_top1"] == max(line["val_top1"] for line in lines[:-1] if "val_top1" in line)

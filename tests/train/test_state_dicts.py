@@ -35,7 +35,7 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pretrained(data, source, tmp_path_factory):
-    """The folder of a run on three classes."""
+    """Train on three classes, and return the folder of the run."""
     folder = tmp_path_factory.mktemp("runs") / "pretrained"
     train_small(data, folder, small(factory=f"{source}:build", rate=0.05))
     return folder

@@ -49,7 +49,7 @@ def test_a_run_of_few_images_and_few_classes(data, tmp_path, capsys):
     assert "; 1 step of 30 images on cpu, too few images for --batch-size 100, in " in said
     assert f"next: batchnorm predict '{out}' IMAGE...\n      batchnorm fold '{out}' -o net.onnx\n" in said
     assert "val_top1" in shown
-    assert "top5" not in shown, "of three classes"
+    assert "top5" not in shown, "there are only three classes"
     assert "top-5" not in said
     assert main(["evaluate", str(out), "--data", str(data), "--device", "cpu", "--workers", "0"]) == 0
     assert "top-5" not in capsys.readouterr().out

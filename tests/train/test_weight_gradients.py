@@ -232,7 +232,7 @@ class Stream:
 
 @pytest.fixture
 def main(monkeypatch):
-    """The current stream."""
+    """Simulate torch.cuda's streams and events, and return the current stream."""
     running = [Stream()]
 
     @contextmanager
