@@ -12,6 +12,11 @@ def test_convolution_and_linear_by_hand():
     assert (found.parameters, found.depth) == (4 * 3 * 9 + 64 * 5 + 5, 2)
 
 
+def test_a_layer_that_returns_a_tuple():
+    layers = describe(nn.Sequential(nn.Conv2d(3, 4, 3), nn.MaxPool2d(2, return_indices=True)), size=8).layers
+    assert [layer.output for layer in layers] == [(4, 6, 6), (4, 3, 3)]
+
+
 def test_the_network_is_left_alone():
     net = inception(size=32, classes=3)
     net.stem.eval()

@@ -205,6 +205,15 @@ def test_local_response_normalization_as_a_convolution(size):
     torch.testing.assert_close(results[0], results[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_squares_that_overflow_in_half_precision(dtype):
+    norm, x = LocalResponseNorm(5), torch.zeros(1, 8, 2, 2)
+    x[:, 0] = 300
+    with torch.autocast("cpu", torch.float16):
+        y = norm.convolved(x.to(dtype))
+    torch.testing.assert_close(y.float(), norm(x), rtol=1e-2, atol=0)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("activation", ["relu", "sigmoid"])
 def test_on_a_gpu_the_network_without_normalization_computes_the_same(activation):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import at_least
+from ..network_call import tensors_in
 from .bn_inception.blocks import InceptionModule
 
 # GoogLeNet's Inception modules, from Table 1 of Szegedy et al. (2014). The first six numbers of a module are its filter
@@ -96,13 +97,13 @@ def describe(net: nn.Module, size: int = 224, channels: int = 3) -> Description:
     return Description(tuple(found), sum(p.numel() for p in net.parameters()), work, _depth(net))
 
 
-def _note(found: list[LayerCost], name: str, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+def _note(found: list[LayerCost], name: str, module: nn.Module, args: tuple[Tensor, ...], output: Any) -> None:
     own, kind = sum(p.numel() for p in module.parameters()), type(module).__name__
     work = 0
     if isinstance(module, nn.Conv2d | nn.Linear):
         work = output[0].numel() * module.weight[0].numel()
     if own or "Pool" in kind or "Response" in kind:
-        found.append(LayerCost(name, kind, tuple(output.shape[1:]), own, work))
+        found.append(LayerCost(name, kind, tuple(tensors_in(output)[0].shape[1:]), own, work))
 
 
 def _depth(net: nn.Module) -> int:

@@ -116,7 +116,7 @@ class Unit(nn.Sequential):
         return product
 
     def pools(self, pool: nn.Module, x: Tensor | torch.fx.Proxy) -> bool:
-        """Return whether :meth:`pooled` may replace a call of the unit and a call of ``pool`` on its output."""
+        """Return whether :meth:`pooled` may replace a call of the unit and a call of ``pool`` on the unit's output."""
         if torch.compiler.is_compiling() or type(pool) is not MaxPool2d:
             return False
         if len(self) != 2 or not isinstance(self[1], BatchNorm2d):

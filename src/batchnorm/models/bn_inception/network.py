@@ -150,7 +150,8 @@ def inception(
 class Network(nn.Sequential):
     """Call the layers in order, but if possible compute a unit together with a max pool that follows it.
 
-    Units before max pools have large outputs; if computed together with the pool, they need not be written to memory.
+    The outputs of units before max pools are large. If a unit is computed together with the pool, its output need not
+    be written to memory.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -259,11 +260,12 @@ class LocalResponseNorm(nn.LocalResponseNorm):
 
     def convolved(self, x: Tensor) -> Tensor:
         """Normalize images, with the sums computed by a convolution."""
-        weight = _neighbors(x.shape[1], self.size, self.alpha / self.size, x.dtype, x.device)
+        values = x.float() if x.dtype == torch.float16 else x  # in float16, squares of values above 255 overflow
+        weight = _neighbors(x.shape[1], self.size, self.alpha / self.size, values.dtype, x.device)
+        with torch.autocast(x.device.type, enabled=False):
+            sums = F.conv2d(values * values, weight)
         # Add k in float32 or better: in bfloat16, k + sum would be rounded to k for most sums.
-        return x * (F.conv2d(x * x, weight).to(torch.promote_types(x.dtype, torch.float32)) + self.k).pow(
-            -self.beta
-        ).to(x.dtype)
+        return x * (sums.to(torch.promote_types(x.dtype, torch.float32)) + self.k).pow(-self.beta).to(x.dtype)
 
 
 @cache

@@ -27,7 +27,7 @@ from .channels_last import ColumnTiles, alignment, readable
 from .joined_branches import can_join, running_of
 from .pooling import MaxPool2d, backward_launch, empty_maxima, empty_places, max_pool_backward, max_pool_into
 
-PROGRAMS = 4  # the kernel that sums the gradients of gamma and beta has at most this many programs per multiprocessor
+PROGRAMS = 4  # the kernel that computes dgamma and dbeta has at most this many programs per multiprocessor
 
 
 def can_pool(bn: BatchNorm2d, pool: nn.Module, x: Tensor) -> bool:
@@ -96,7 +96,7 @@ class _NormalizeAndPool(torch.autograd.Function):
 def _sums_launch(
     shape: torch.Size, align: int, dy_row: int, itemsize: int, device: torch.device
 ) -> tuple[TritonLaunch, tuple[int, int]]:
-    """Return a launch that sums gamma's and beta's gradients, and how many floats and counters its workspace has."""
+    """Return a launch that computes dgamma and dbeta, and how many floats and counters its workspace has."""
     from .triton.max_pool import max_sums
 
     t = ColumnTiles(shape, align, 2, itemsize)

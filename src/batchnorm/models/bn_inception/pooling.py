@@ -179,7 +179,10 @@ def _fake_max_pool(x: Tensor, stride: int) -> tuple[Tensor, Tensor]:
 def max_pool_gradient(
     dy: Tensor, where: Tensor, stride: int, height: int, width: int, plus: Tensor | None = None
 ) -> Tensor:
-    """Return the gradient of max pooling's input, added to ``plus`` if given; the result is not differentiable."""
+    """Return the gradient of max pooling's input, or its sum with ``plus`` if ``plus`` is given.
+
+    The result is not differentiable.
+    """
     dy, row = readable(dy)
     # Saved-tensor hooks such as save_on_cpu may have changed the layout, but the kernel needs channels last.
     where = where.contiguous(memory_format=torch.channels_last)

@@ -80,7 +80,7 @@ struct Launch {
 
 struct Pass {
   std::vector<int64_t> strides;  // the strides of the outputs
-  std::vector<int64_t> bits;  // the shape of the sign bits; empty if none are saved
+  std::vector<int64_t> bits;  // the shape of the sign bits (see sign_bits.py); empty if none are saved
   int64_t floats, words;  // the size of the workspace: the number of floats and of int32 counters
   std::vector<Launch> launches;
 };

@@ -2,8 +2,9 @@
 
 There are three operators: ``fused`` normalizes a batch, ``fused_`` also updates the running averages, and
 ``fused_backward`` computes the gradients of either operator. The forward pass saves x, the parameters and eight numbers
-per channel (the statistics). If a residual was added before an activation, the forward pass also saves one bit per
-element (relu, relu6, leaky_relu) or the residual itself (sigmoid, tanh, silu, hardswish).
+per channel (the statistics). If a residual was added before an activation, the forward pass also saves the sign bits,
+which are one bit per element (relu, relu6, leaky_relu; see sign_bits.py), or the residual itself (sigmoid, tanh, silu,
+hardswish).
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ def _find_refusal(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int,
             "the fused kernels support only channels-last and channels-first strides, and fewer than 2**31 - 2**16"
             " values per channel"
         )
-    # Bits 16 to 30 of an int32 counter count the slices with non-finite moments (see triton/running.py). If the tensor
-    # is channels first, each channel is a slice.
+    # A slice is a group of channels; in a channels-first tensor, each channel is a slice. Bits 16 to 30 of an int32
+    # counter count the slices with non-finite moments (see triton/running.py).
     if not geometry.nhwc and shape[1] >= 2**15:
         return f"the fused kernels support up to 32767 channels if the tensor is channels first, not {shape[1]}"
     return None
@@ -293,8 +294,8 @@ def _gradients(
         x = as_dense(x, y_stride)
     dgamma: Tensor | None
     dbeta: Tensor | None
-    # Use torch operations in two cases that the kernels do not support: create_graph=True, which enables gradients
-    # here, and is_grads_batched=True.
+    # Use torch operations in two cases that the kernels do not support: create_graph=True, for which autograd calls
+    # this function in gradient mode, and is_grads_batched=True.
     if torch.is_grad_enabled() or torch._C._functorch.is_legacy_batchedtensor(dy):
         passes = None if bits is None else unpack(bits, x)
         call = Call(x, gamma, beta, eps, g, residual)

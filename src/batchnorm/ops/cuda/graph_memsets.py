@@ -63,8 +63,8 @@ def replace_memsets(graph: int) -> int:
     """Replace memsets in a captured graph that is not instantiated yet, and return how many were replaced.
 
     A memset is replaced only if it is one-dimensional, fills aligned 32-bit words with zeros or with one 32-bit value,
-    and has no programmatic dependencies. If the graph allocates or frees memory, no memset is replaced, because the
-    driver does not remove nodes from such a graph.
+    and has no programmatic dependencies (with these, a kernel may start before the previous kernel ends). If the graph
+    allocates or frees memory, no memset is replaced, because the driver does not remove nodes from such a graph.
 
     Args:
         graph: the graph's handle, from ``torch.cuda.CUDAGraph.raw_cuda_graph``.

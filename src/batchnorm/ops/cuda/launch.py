@@ -1,4 +1,4 @@
-"""Run the fused kernels on tensors: allocate outputs, launch, and describe the launches to autograd.cpp.
+"""Run the fused kernels on tensors: allocate outputs, launch kernels, and describe the launches to autograd.cpp.
 
 :func:`forward` and :func:`backward` choose the kernel and its launch parameters, unless ``way`` specifies them.
 """
@@ -33,7 +33,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return y, the statistics and the sign bits, and update the running averages if the call has any.
 
-    The statistics have the shape (STATS, C). The sign bits are None unless ``keep_bits`` is true.
+    The statistics have the shape (STATS, C). The sign bits (see sign_bits.py) are None unless ``keep_bits`` is true.
     """
     x, gamma, beta, eps, (activation, slope), residual, _, running, momentum = call
     _check_devices(x, gamma, beta, residual, running)

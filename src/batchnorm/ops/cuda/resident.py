@@ -6,6 +6,7 @@ resident.cu:
 - A *program* is a thread block.
 - A *slice* is one channel or a group of neighboring channels. The values of a slice are divided into *parts*, and a
   program processes one part at a time.
+- A *row* of a channels-last tensor holds the values of all channels at one location of one example.
 - A *vector* is 16 bytes of adjacent values, which a thread loads in one access.
 - *On chip* means in shared memory.
 - A channels-first tensor is processed in *woven* form if the values of a channel in one example do not fill whole
@@ -113,7 +114,8 @@ def choose(g: Geometry, itemsize: int, backward: bool, residual: bool, processor
     if weaves(g, itemsize, backward, residual):
         find = _of_woven
     elif residual and (g.channels if g.nhwc else g.rows) % 8:
-        return None  # the sign bits of a row (channels last) or a channel (channels first) must fill whole bytes
+        # The sign bits (see sign_bits.py) of a row (channels last) or a channel (channels first) must fill whole bytes.
+        return None
     elif g.nhwc:
         if g.channels % v or g.stride % v:
             return None

@@ -134,7 +134,8 @@ def make(
         slices, units, align = geometry.channels, geometry.rows // V, V
     R = max(tile // V, 8)
     parts = max(parts, up(units, R * tiles)) if path == "once" else min(parts, 1024)
-    # Let parts start at multiples of 8 units, so that two programs never write sign bits to the same byte.
+    # Let parts start at multiples of 8 units, so that two programs never write sign bits (see sign_bits.py) to the same
+    # byte.
     share = up(up(units, parts), 8) * 8
     parts = up(units, share)
     T = next(t for t in HELD if t * R >= share) if path == "once" else 0

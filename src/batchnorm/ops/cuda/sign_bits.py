@@ -7,8 +7,8 @@ Bits are stored in one of two orders. A 1D tensor holds the bits row by row (cha
 (channels first); a row is one location of one example. Each row or channel is padded to whole bytes. A 2D tensor,
 called woven, holds the bits example by example, in the order of a dense channels-first x. Bits are woven only if
 resident.py chooses the woven form for x. In this form, a 16-byte vector may hold values of two channels, and a byte may
-hold bits of two channels. The choice depends only on shapes, strides and dtypes, because torch.compile must know the
-shape of the bits before the kernel runs.
+hold bits of two channels. The choice depends only on the tensors' shapes, strides, dtypes and device, because
+torch.compile must know the shape of the bits before the kernel runs.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ LEFT = tl.constexpr(1)
 RIGHT = tl.constexpr(2)
 UP = tl.constexpr(4)
 DOWN = tl.constexpr(8)
-# Stored instead of a position if ReLU's derivative at the maximum is 0, so that no pixel gets the window's gradient.
-# load_places also returns NOWHERE for windows that do not exist.
+# NOWHERE is stored instead of a position if ReLU's derivative at the maximum is 0, so that no pixel gets the window's
+# gradient. load_places also returns NOWHERE for windows that do not exist.
 NOWHERE = tl.constexpr(15)
 
 
