@@ -45,8 +45,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Make links to files outside ``docs`` lead to the site's copies, insert the tables into the results page, and link
-    each picture to itself, so that a click shows it at full size.
+    """Rewrite the links to files outside ``docs``, and insert the tables into the results page.
+
+    The links lead to the site's copies of the files. In addition, each picture becomes a link to itself, so that a
+    click shows it at full size.
     """
     if page.file.src_uri == "results.md":
         markdown = markdown.replace("<!-- README's tables -->", _readme_results())

@@ -1032,7 +1032,7 @@ def page() -> str:
         "",
         "Text in quotation marks is from the paper. The tests do not train networks on ImageNet. For claims about such",
         "training, they check only how a command judges its runs; the [results](results.md) have the verdicts.",
-        "If a row has tests but no command, run the tests: `python -m pytest tests/TEST`.",
+        "If an entry has tests but no command, run the tests: `python -m pytest tests/TEST`.",
         "",
         "`python docs/paper_map.py` writes this page from its own table and from the `Paper:` lines of docstrings.",
         "",
