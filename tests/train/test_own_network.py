@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -126,6 +127,9 @@ def test_a_killed_run_goes_on(data, source, tmp_path):
 
 @pytest.mark.dist
 def test_two_ranks_learn_what_one_process_learns(data, source, tmp_path):
+    data = shutil.copytree(data, tmp_path / "data")
+    broken = sorted(data.joinpath("val").rglob("*.png"))[-1]  # the second rank reads this image
+    broken.write_bytes(b"no image")
     recipe = small(factory=f"{source}:steady", normalize="insert", statistics="sync", rate=0.05, epochs=1)
     alone = train_small(data, tmp_path / "one", recipe, evaluate_every=0)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "batchnorm"]
@@ -137,6 +141,8 @@ def test_two_ranks_learn_what_one_process_learns(data, source, tmp_path):
     assert "on 2 x cpu" in done.stdout
     result = json.loads((tmp_path / "two" / "result.json").read_text())
     assert (result["steps"], result["hardware"]["ranks"]) == (alone.steps, 2)
+    assert result["corrupt_files"] == list(alone.corrupt_files)
+    assert [Path(file.split(" (")[0]).name for file in result["corrupt_files"]] == [broken.name]
     one, two = (open_run(tmp_path / name, trust=True).trained()[0] for name in ("one", "two"))
     torch.testing.assert_close(list(two.parameters()), list(one.parameters()), rtol=1e-3, atol=1e-4)
 

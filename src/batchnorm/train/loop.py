@@ -11,6 +11,7 @@ from datetime import timedelta
 import torch
 from torch import Tensor, nn
 
+from ..collectives import gather_objects
 from ..data import Augment, ImageBatches, Normalize, open_images, seed_at
 from ..data.image_sources import describe_data, training_splits
 from ..evaluate import Accuracy, count_correct
@@ -223,7 +224,7 @@ class _Training:
         return math.isfinite(loss)
 
     def _make_monitor(self) -> Monitor:
-        """Return a monitor that probes the network with a validation batch; check that it sees any layer."""
+        """Return a monitor with a validation batch as its probe; raise ValueError if there is nothing to record."""
         images, _ = next(iter(self.validation.epoch(0)))
         try:
             monitor = Monitor(self.net, probe=self.normalize(images))
@@ -302,7 +303,11 @@ class _Training:
             accuracy = self._accuracy(net, self.validation)
             if self.options.score_training:
                 on_training = self._accuracy(net, self.batches.centered(self.options.evaluate_batch))
-        corrupt = [*self.batches.corrupt, *self.validation.corrupt]
+        corrupt = [
+            file
+            for images in (self.batches, self.validation)
+            for file in sorted(set().union(*gather_objects(images.corrupt)))
+        ]
         result = Result(
             self.recipe.name,
             self.step,
