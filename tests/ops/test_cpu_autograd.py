@@ -525,10 +525,14 @@ def test_parameters_whose_memory_holds_other_values():
         torch.testing.assert_close(found, want)
 
 
-def test_what_cannot_be_saved_moves_nothing():
+@pytest.mark.parametrize("which", ["x", "gamma"])
+def test_what_cannot_be_saved_moves_nothing(which):
+    x, layer = torch.randn(8, 3, requires_grad=True), layers.BatchNorm1d(3)
     with torch.inference_mode():
-        x = torch.randn(8, 3)
-    layer = layers.BatchNorm1d(3)
+        if which == "x":
+            x = torch.randn(8, 3)
+        else:
+            layer = layers.BatchNorm1d(3)
     with pytest.raises(RuntimeError, match=r"[Ii]nference"):
         layer(x)
     assert layer.num_batches_tracked == 0

@@ -141,8 +141,7 @@ def train_(call: Call) -> Tensor | None:
         memory = _remember(key, addresses, running, form, activate)
     _, _, means, variances, count, form, activate, _ = memory
     if form is not None:
-        # Autograd cannot save an inference tensor and would raise an error after the averages have been updated.
-        if not (_has_memory(x) and _fits(gamma) and _fits(beta)) or (x.is_inference() and torch.is_grad_enabled()):
+        if not (_has_memory(x) and _fits(gamma) and _fits(beta)) or _is_unsavable(x):
             return None
         if residual is not None:
             if not _can_be_added(residual, x):
@@ -259,8 +258,13 @@ def _can_be_added(residual: Tensor, x: Tensor) -> bool:
         and (type(residual) is Tensor or type(residual) is nn.Parameter)
         and residual.is_cpu
         and _has_memory(residual)
-        and not (residual.is_inference() and torch.is_grad_enabled())
+        and not _is_unsavable(residual)
     )
+
+
+def _is_unsavable(v: Tensor) -> bool:
+    """Return whether autograd would raise an error when it saves ``v``, after the averages have been updated."""
+    return v.is_inference() and torch.is_grad_enabled()
 
 
 def _fits(v: Tensor | None) -> bool:
@@ -268,7 +272,7 @@ def _fits(v: Tensor | None) -> bool:
     return v is None or (
         v.is_contiguous()
         and v.is_cpu
-        and not (_is_batched(v) or v._is_zerotensor() or v.is_neg())
+        and not (_is_batched(v) or v._is_zerotensor() or v.is_neg() or _is_unsavable(v))
         and (type(v) is Tensor or type(v) is nn.Parameter)
     )
 
