@@ -28,8 +28,8 @@ from .result_files import Finished
 
 CONFIRMED, REFUTED, UNRESOLVED, NOT_RUN = "confirmed", "refuted", "not resolved", "not run yet"
 NOT_TESTED = "not tested"
-# A claim is confirmed or refuted only if each network has at least this many seeds. With fewer seeds, the verdict is
-# "seen" or "not seen".
+# A claim is confirmed or refuted only if each network has at least this many seeds. With fewer seeds, "seen" and
+# "not seen" replace "confirmed" and "refuted".
 SEEDS = 3
 # If a normalized network diverges within this many steps, faulty arithmetic is the likely cause (see `trusted`).
 EARLY = 100
@@ -365,11 +365,18 @@ def _top(curve: Curve) -> float:
 
 
 def _listed(pairs: Sequence[float | None]) -> str:
-    """Return the ratios of all pairings of seeds as text; if there are more than four, only the lowest and highest."""
+    """Return the ratios of all pairings of seeds as text; if there are more than four, only the lowest and highest.
+
+    >>> _listed([2.0, None]), _listed([3.0] * 5 + [2.0]), _listed([2.0] * 6 + [None] * 3), _listed([None] * 9)
+    ('2.0, never', '2.0 to 3.0', '2.0 to 2.0, never in 3 of 9', 'never')
+    """
+    reached = [times for times in pairs if times is not None]
+    if not reached:
+        return "never"
     if len(pairs) <= 4:
-        return ", ".join("never" if times is None else _times(times) for times in pairs)
-    ordered = sorted(pairs, key=lambda times: times or 0.0)
-    return f"{_times(ordered[0])} to {_times(ordered[-1])}"
+        return ", ".join("never" if times is None else f"{times:.1f}" for times in pairs)
+    missed = f", never in {len(pairs) - len(reached)} of {len(pairs)}" * (len(reached) < len(pairs))
+    return f"{min(reached):.1f} to {max(reached):.1f}{missed}"
 
 
 def _times(value: float | None) -> str:
