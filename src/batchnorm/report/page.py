@@ -126,7 +126,17 @@ def _inert(data: Any) -> str:
 
 def _percentiles(runs: Sequence[Run]) -> str:
     levels = next((r.config["percentiles"] for r in runs if r.percentiles and "percentiles" in r.config), None)
-    return "recorded" if levels is None else ", ".join(f"{q:g}th" for q in levels)
+    return "recorded" if levels is None else ", ".join(map(_ordinal, levels))
+
+
+def _ordinal(level: float) -> str:
+    """Return a percentile's name.
+
+    >>> [_ordinal(level) for level in (1, 11, 22, 50, 99.9)]
+    ['1st', '11th', '22nd', '50th', '99.9th']
+    """
+    suffix = "th" if level % 1 or level // 10 % 10 == 1 else {1: "st", 2: "nd", 3: "rd"}.get(int(level % 10), "th")
+    return f"{level:g}{suffix}"
 
 
 def _title(runs: Sequence[Run]) -> str:
