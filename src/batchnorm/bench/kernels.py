@@ -158,8 +158,8 @@ def measure(
     p = Parameters(layer.channels)
     calls = contenders(p, autotune)
     one = Sets(layer, channels_last, dtype, residual, 1)
-    # The first calls compile the kernels. Make them here, where other processes may use the GPU, because only the
-    # timing below needs exclusive use of the GPU.
+    # The first calls compile the kernels. Other processes may use the GPU during these calls, because only the timing
+    # below needs exclusive use of the GPU.
     for name, call in calls.items():
         if name != "eager":
             call(one.x[0], one.residual[0]).backward(one.dy[0])

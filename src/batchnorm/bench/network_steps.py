@@ -119,7 +119,7 @@ def convert_pair(name: str, settings: Settings) -> Pair:
     began = clock()
     converted = convert(net, example)
     seconds = clock() - began
-    extension.wait()  # wait for its compilation in the background, because steps are slower without it
+    extension.wait()  # it is compiled in the background, and steps are slower without it
     with torch.no_grad():
         output = network_call.tensors_in(copy.deepcopy(net)(example))[0]
     return Pair(net, converted, example, output.shape[1], seconds, str(converted.report).partition("\n")[0])

@@ -28,7 +28,7 @@ WORKERS = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity"
 
 
 class Request(NamedTuple):
-    """The examples of an epoch that a worker process should load."""
+    """Some examples of an epoch, to be loaded as one batch."""
 
     epoch: int
     examples: NDArray[np.int64]

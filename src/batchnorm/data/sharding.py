@@ -57,8 +57,8 @@ def shard(
         out: the folder to create.
         per_shard: the largest number of images in a shard.
         seed: the seed of the images' random order.
-        short_side: shrink images whose shorter side exceeds this many pixels to that size, and store them as JPEGs of
-            quality 95; 256 is enough for crops of 224 px.
+        short_side: the largest length of an image's shorter side, in pixels. Larger images are shrunk to this length
+            and stored as JPEGs of quality 95; 256 is enough for crops of 224 px.
 
     Raises:
         FileNotFoundError: if ``folder`` has no images, or has ILSVRC2012_img_val.tar without the classes.

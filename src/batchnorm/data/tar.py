@@ -32,7 +32,7 @@ def members(file: IO[bytes], name: str, start: int = 0, length: int | None = Non
     try:
         with tarfile.open(fileobj=file, mode="r:") as tar:
             for member in tar:
-                if member.issparse():  # its size is that of the extracted file
+                if member.issparse():  # tarfile reports the size of the extracted file, not of the stored data
                     raise ValueError(f"member {member.name!r:.80} is a sparse file")
                 # A tar header can hold a negative size, which would make tarfile seek backwards forever.
                 if not 0 <= member.size <= stop - member.offset_data:

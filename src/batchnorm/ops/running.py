@@ -103,7 +103,7 @@ def _update(
 def _update_meta(*args: Tensor | float | None) -> None:
     """Do nothing if all tensors are on the meta device; raise RuntimeError if only some of them are.
 
-    The dispatcher calls this function if at least one tensor is on the meta device.
+    Torch's dispatcher calls this function if at least one tensor is on the meta device.
     """
     if not all(arg.is_meta for arg in args if isinstance(arg, Tensor)):
         raise RuntimeError(

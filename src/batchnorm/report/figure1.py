@@ -49,7 +49,7 @@ def _figure1(pair: dict[bool, Run | None], plt: Any) -> Any:
 
 def _accuracy(axis: Any, pair: dict[bool, Run | None]) -> None:
     ends = {kind: run.accuracy[-1][1] for kind, run in pair.items() if run is not None and run.accuracy}
-    low = 0.7 if min(ends.values(), default=1.0) >= 0.8 else 0.0  # start at 0 if a curve would be hidden below 0.7
+    low = 0.7 if min(ends.values(), default=1.0) >= 0.8 else 0.0  # start at 0 if much of a curve may lie below 0.7
     sides = {False: -22, True: 7}
     if ends.get(False, 1.0) < 0.3:  # no room below this curve for its label
         sides = {False: 7, True: 18 if abs(ends.get(True, 1.0) - ends[False]) < 0.2 else 7}

@@ -223,8 +223,8 @@ def _verdicts(steps: list[Result], best: list[Result]) -> list[str]:
     """Say in a table which changes, such as more crops, lower the error in Figure 4.
 
     Args:
-        steps: the verdict of each change for each error.
-        best: for each error, the comparison of the best ensemble with the best network.
+        steps: the verdict on each change, separately for the top-1 and the top-5 error.
+        best: for each of these errors, the comparison of the best ensemble with the best network.
 
     >>> step = {"name": "144 crops instead of 1", "error": "top-1", "verdict": "confirmed"}
     >>> print(*_verdicts([step, {**step, "error": "top-5"}], []))

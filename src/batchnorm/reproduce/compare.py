@@ -254,7 +254,7 @@ def _half_width(groups: Sequence[Sequence[float]], images: int) -> float:
 
 
 def verdict(gap: float, low: float, high: float) -> str:
-    """Return the verdict as text: batch normalization helps, hurts, or the result is inconclusive.
+    """Return the verdict as text: batch normalization helps or hurts, or the result is inconclusive.
 
     >>> verdict(0.02, -0.01, 0.05)
     'inconclusive: the difference is +2.0 points, and its 95% interval, -1.0 to +5.0, contains 0'

@@ -252,7 +252,7 @@ def open_for(
 
 
 def loaders(runs: dict[str, SavedRun], batches: SquareBatches) -> dict[str, Callable[[], nn.Module]]:
-    """Return a function for each run, by name, that loads the run's network.
+    """Return a dict from each run's name to a function that loads the run's network.
 
     The network is in the channels-last layout if the batches are on a GPU.
     """

@@ -77,7 +77,7 @@ def run(call: Call, constant_moments: bool) -> tuple[Tensor, Moments] | None:
     # call it holds the biased variance of the batch.
     var, unused = x.new_zeros(2, channels, dtype=dtype).unbind()
     y, mean, invstd = torch.native_batch_norm(flatten(x, x), gamma, beta, unused, var, True, (m - 1) / m, eps)
-    ratio = mean * invstd  # not with NumPy, which warns about overflow and inf * 0
+    ratio = mean * invstd  # unlike NumPy, torch does not warn about overflow and inf * 0
     if not ratio.dot(ratio).item() <= CONDITION**2:  # `not ... <=` is also true for NaN; `>` is not
         return None
     if residual is not None:

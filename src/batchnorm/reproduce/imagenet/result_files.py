@@ -147,7 +147,7 @@ class MemberFiles(NamedTuple):
             return None
         return (
             f"left out of the ensemble: {self.probabilities.name} is missing; add --data DIR (and --runs, if you used"
-            " it) to compute it again"
+            " it) to compute the file again"
         )
 
     def finished(self) -> bool:

@@ -107,7 +107,8 @@ class Session:
         Args:
             waiting: the jobs.
             recipes: the jobs' recipes. Before jobs run in parallel, the images are decoded at the recipes' sizes (if
-                ``cache`` is "device"), and the bfloat16 convolutions of the recipes' networks are checked (on a GPU).
+                ``cache`` is "device"), and the bfloat16 convolutions of the recipes' networks are checked (on a GPU,
+                unless ``precision`` is "fp32").
             evaluate_batch: images per validation batch.
             publish: a function that is called after the jobs, even if some failed or were stopped.
 

@@ -93,7 +93,9 @@ def shared_gpu(processes: int) -> Iterator[bool]:
 def checked_gpu(
     processes: int, recipes: Iterable[Recipe], evaluate_batch: int, precision: Literal["auto", "bf16", "fp32"]
 ) -> Iterator[None]:
-    """Share a GPU with :func:`shared_gpu`, and check its bfloat16 convolutions with :func:`check_share`.
+    """Share a GPU as :func:`shared_gpu` does, and check its bfloat16 convolutions with :func:`check_share`.
+
+    Nothing is checked if there are fewer than two processes, or if ``precision`` is "fp32".
 
     Raises:
         ValueError: if one of these two functions raises it.

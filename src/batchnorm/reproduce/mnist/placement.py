@@ -117,9 +117,9 @@ def shape(v: Tensor) -> dict[str, float]:
     """Return the skewness, excess kurtosis and sparsity of values of shape (examples, units).
 
     Let c = v - E[v] and s^2 = E[c^2], over examples. Skewness is |E[c^3] / s^3| and excess kurtosis is
-    E[c^4] / s^4 - 3, both averaged over units. Sparsity is the mean over examples of Hoyer's
-    (sqrt(K) - |v|_1 / |v|_2) / (sqrt(K) - 1), where v holds an example's K units. Sparsity is 0 if all units have the
-    same magnitude, 1 if only one unit is not zero, and about 0.2 for Gaussian values.
+    E[c^4] / s^4 - 3, both averaged over units. Sparsity is Hoyer's measure (sqrt(K) - |v|_1 / |v|_2) / (sqrt(K) - 1),
+    averaged over examples, where v holds an example's K units. Sparsity is 0 if all units have the same magnitude, 1 if
+    only one unit is not zero, and about 0.2 for Gaussian values.
     """
     c = v - v.mean(0)
     s = c.square().mean(0).sqrt()
