@@ -60,10 +60,10 @@ def set_rate_(optimizer: torch.optim.Optimizer, rate: float) -> None:
 class Shadows:
     """Train a network with bfloat16 copies of its convolution and linear weights.
 
-    Trained parameters with two or four dimensions have copies, and so do the biases of linear layers. The parameters of
-    a ``SeparableConv2d`` have no copies, because its two kernels are combined in full precision. One kernel launch
-    updates many copies. Autocast, in contrast, would launch one kernel to cast each weight, and another to cast its
-    gradient.
+    Trained parameters with two or four dimensions have copies, and so does the bias of a linear layer if its weight has
+    one. The parameters of a ``SeparableConv2d`` have no copies, because its two kernels are combined in full precision.
+    One kernel launch updates many copies. Autocast, in contrast, would launch one kernel to cast each weight, and
+    another to cast its gradient.
 
     Args:
         net: the network.
@@ -222,7 +222,7 @@ class TrainStep:
         self._graph = _Graph(self._compute, WARMUP if ranks.world_size == 1 else WARMUP_DISTRIBUTED) if graph else None
         if ranks.world_size > 1:
             with nullcontext() if self._graph is None else torch.cuda.stream(self._graph.stream):
-                # Do not copy the running averages from rank 0: _compute averages them over the ranks.
+                # Do not copy rank 0's running averages in each step: _compute averages them over the ranks.
                 self.model = nn.parallel.DistributedDataParallel(self.model, **_KEEP_BUFFERS)
         self.sums = torch.zeros(3, dtype=torch.float64, device=ranks.device)
         self._rate = -1.0
@@ -264,9 +264,9 @@ class TrainStep:
         self.sums += torch.stack([loss.double() * len(labels), right, torch.full_like(right, len(labels))])
 
     def _share(self, labels: Tensor) -> Tensor | float:
-        """Return the factor by which this rank's mean loss is multiplied.
+        """Return the factor by which to multiply this rank's mean loss.
 
-        The mean of the products over the ranks is the mean loss over all examples.
+        The mean of the multiplied losses over the ranks is the mean loss over all examples.
         """
         if self.ranks.world_size == 1:
             return 1.0
@@ -285,7 +285,7 @@ class _Graph:
         self.function, self.left = function, warmup
         self.inputs: tuple[Tensor, ...] | None = None
         self.graph: torch.cuda.CUDAGraph | None = None
-        # This stream has a higher priority than the streams of the weight gradients, which are needed last.
+        # Weight gradients are computed on streams of lower priority, because they are needed last.
         self.stream = torch.cuda.Stream(priority=-1)
 
     def __call__(self, *inputs: Tensor) -> None:

@@ -1,10 +1,9 @@
-"""Register the fused kernels as torch operators, for autograd and torch.compile.
+"""The CUDA path: run the fused kernels, with gradients, in eager mode and as torch operators in compiled graphs.
 
 There are three operators: ``fused`` normalizes a batch, ``fused_`` also updates the running averages, and
 ``fused_backward`` computes the gradients of either operator. The forward pass saves x, the parameters and eight numbers
-per channel (the statistics). If a residual was added before an activation, the forward pass also saves the sign bits,
-which are one bit per element (relu, relu6, leaky_relu; see sign_bits.py), or the residual itself (sigmoid, tanh, silu,
-hardswish).
+per channel (the statistics). If a residual was added before an activation, the forward pass also saves one sign bit per
+element (relu, relu6, leaky_relu; see sign_bits.py) or the residual itself (sigmoid, tanh, silu, hardswish).
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def refusal(call: Call) -> str | None:
 
 def _find_refusal(dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]) -> str | None:
     if not HAS_TRITON:
-        return "Triton, which compiles the fused kernels, is not installed"
+        return "the fused kernels need Triton, which is not installed"
     if torch.version.hip is not None:
         return "the fused kernels have never been tested on ROCm"
     if dtype not in DTYPES:
@@ -167,10 +166,7 @@ def _any_requires_grad(*tensors: Tensor | None) -> bool:
 
 
 def _moves(running: Kept, channels: torch.Size) -> bool:
-    """Return whether the kernels can update the running averages.
-
-    The kernels need contiguous float32 averages of shape ``channels``, and int64 batch counts.
-    """
+    """Return whether the kernels can update the running averages."""
     mean, var, batches, skipped = running
     return (
         mean.dtype is torch.float32
@@ -187,8 +183,8 @@ def _moves(running: Kept, channels: torch.Size) -> bool:
 def _normalize(call: Call, *, alone: bool = False) -> tuple[Tensor, Tensor]:
     """Return y and the statistics.
 
-    If ``alone``, the caller must use only y, because the second result is unspecified. In this case, the caller must
-    also have checked :func:`is_unseen`.
+    With ``alone``, the second result is unspecified. The caller may pass ``alone`` only if :func:`is_unseen` is true
+    and :func:`is_active` is false.
     """
     x, gamma, beta, eps, activation, residual, _, running, momentum = call
     if alone or is_unseen(x, gamma, beta, residual, *(running or ())):
@@ -312,7 +308,7 @@ def _gradients(
     return dx, dgamma, dbeta, dresidual.to(residual_dtype) if wants_residual and dresidual is not None else None
 
 
-# Function.apply first checks whether a torch.func transform is active. If not, it calls `apply` of its base class. The
+# Function.apply checks whether a torch.func transform is active. If not, it calls `apply` of its base class. The
 # callers of `_apply` have already made this check, so `_apply` is the base class's method, which is faster.
 _apply: Any = super(torch.autograd.Function, _Fused).apply
 
@@ -357,7 +353,7 @@ def _fake_backward(
 
 
 def _differentiable(op: Any, kernel: Any) -> Any:
-    """Return the autograd implementation of an operator, given the operator and its kernel."""
+    """Return the autograd implementation of an operator."""
 
     def below(*args: Any) -> Any:
         with torch._C._AutoDispatchBelowAutograd():
@@ -411,6 +407,5 @@ for _name, _function in zip(("fused", "fused_"), _autograd, strict=True):
 
 
 def _configure(module: Any) -> None:
-    """Pass the addresses of C functions, the activations' names, nn.Parameter and Python fallbacks to autograd.cpp."""
     kernels = (_whole(_fused), _whole(_fused), _whole(launch.backward))
     module.configure(*extension.addresses(), NAMES, torch.nn.Parameter, _gradients, *kernels, *_autograd)

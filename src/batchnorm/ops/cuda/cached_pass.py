@@ -63,9 +63,9 @@ def _find_pass(
     tiling = way if isinstance(way, Tiling) else best_tiling(g, itemsize, backward, residual, device)
     strides = dense_strides(g, shape)
     launches = _launches(g, tiling, backward, device)
-    # A workspace has `kept_parts` sets of sums. A set has three floats per channel in the Triton kernels' forward pass,
-    # and two floats per channel in their backward pass and in both passes of resident.cu. The workspace of a forward
-    # pass also has two floats per channel for the old running averages.
+    # For each channel, a workspace has `kept_parts` sets of floats: three moments in the Triton kernels' forward pass,
+    # or two sums in their backward pass and in both passes of resident.cu. A forward pass needs two more floats per
+    # channel for the old running averages.
     room = ((2 * tiling.kept_parts if backward else 2 + 3 * tiling.kept_parts) * g.channels, tiling.words)
     kept = 0 if r is None else 2 * r.kept_parts
     resident_room = ((kept if backward else 2 + kept) * g.channels, 0 if r is None else r.words)

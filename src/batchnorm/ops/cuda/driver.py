@@ -41,7 +41,7 @@ class Arguments:
 
     Args:
         fields: one field per argument of the kernel. If the argument changes from launch to launch, its field is a
-            string of :mod:`struct` format characters. Otherwise, its field is a :mod:`ctypes` object with its value.
+            string of :mod:`struct` format characters. Otherwise, its field is a :mod:`ctypes` object with the value.
 
     >>> arguments = Arguments("P", ctypes.c_int(7), "f")
     >>> arguments.launch(lambda programs, pointers, stream: print(programs, len(pointers)), 4, (0, 0.5), 0)
@@ -109,7 +109,7 @@ class Kernel:
         """Launch the kernel; ``arguments`` is an array of pointers to the kernel's arguments.
 
         Raises:
-            Refused: if the device cannot run the launch, for example because the programs cannot all run at once.
+            Refused: if the device cannot run the launch.
             RuntimeError: if the driver returns any other error.
         """
         if self.device != torch._C._cuda_getDevice():

@@ -80,8 +80,8 @@ def start(configure: Callable[[Any], None]) -> None:
 def register() -> None:
     """Make the operators in compiled graphs call the extension, if it is loaded.
 
-    Call this on the thread that runs the layers, not on the thread that compiles, because it is not safe to register
-    operators while another thread looks them up.
+    Call this on the thread that runs the layers, not on the thread that builds the extension, because it is not safe to
+    register operators while another thread looks them up.
     """
     global _registered, module, unavailable
     if module is not None and not _registered:

@@ -73,10 +73,10 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
 
 
 def _recompute(graph: fx.Graph, fused: fx.Node, backward: set[fx.Node]) -> bool:
-    """Make the backward pass recompute y, the first output of ``fused``, and return whether this was possible.
+    """Make the backward pass recompute y, the first output of ``fused``, if possible; return whether it now does so.
 
-    This is possible if the graph uses the statistics, and if the backward pass reads y only in elementwise operations.
-    If the backward pass does not read y at all, there is nothing to recompute, and the result is False.
+    This is possible if the graph uses the statistics, and if the backward pass reads y, but only in elementwise
+    operations.
     """
     parts = {user.args[1]: user for user in fused.users if user.target is operator.getitem}
     if 0 not in parts or 1 not in parts:

@@ -87,8 +87,7 @@ def backward(
     way: Tiling | Residence | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return dx, dgamma, dbeta and, if ``residual_dtype`` is given, the residual's gradient."""
-    # If there are sign bits, the forward pass added a residual, even if the residual's gradient is not needed and
-    # `residual_dtype` is therefore None.
+    # `residual_dtype` is None if the residual's gradient is not needed. Sign bits exist only if a residual was added.
     added = bits is not None or residual_dtype is not None
     g, strides, dense, r, tiling, launches, resident_room, room = pass_of(x, True, added, way)
     dx = torch.empty_like(x) if dense else x.new_empty_strided(x.shape, strides)
@@ -195,10 +194,9 @@ def paths(call: Call) -> tuple[str, str]:
     if _is_smooth(activation, residual) or not resident.takes(x):
         return ahead.tiling.path, back.tiling.path
     typed, r = _are_resident(x, gamma, beta, residual), back.residence
-    # The backward pass of resident.cu requires that the residual's gradient has x's dtype. The gradient has the
-    # residual's dtype, so compare this dtype with x's. If r.plane > 0, the backward pass also needs its sign bits in
-    # woven order (see sign_bits.py). `forward` returns them in this order only if resident.cu supports the tensors'
-    # dtypes (`typed`).
+    # The backward pass of resident.cu can write the residual's gradient only in x's dtype, but the gradient has the
+    # residual's dtype. If r.plane > 0, the backward pass also needs sign bits in woven order (see sign_bits.py), which
+    # `forward` returns only if resident.cu supports the tensors' dtypes (`typed`).
     fits = _of_one_type(x, residual) and (typed or r is None or not r.plane)
     # A residual that is not dense is copied before the launch, and the copy is aligned.
     aligned = residual is None or resident.takes(residual) or not is_dense(residual, ahead.strides)

@@ -136,7 +136,7 @@ def _of_planes(
 ) -> Residence | None:
     """Choose the launch for a channels-first tensor in which a channel fills whole vectors in each example."""
     megabytes, channel = megabytes_of(g, itemsize), g.rows * itemsize
-    # Whether there are more channels than multiprocessors, but at most two channels per multiprocessor.
+    # Whether all channels can be processed at the same time, but only with two programs per multiprocessor.
     at_once = processors < g.channels <= 2 * processors
 
     def plan(threads: int, each: int, parts: int = 0) -> Residence:
@@ -315,9 +315,8 @@ def woven_lanes(g: Geometry, itemsize: int, residual: bool) -> int | None:
 @cache
 def runs_on(device: torch.device) -> bool:
     """Return whether the kernel can run on a device: it needs a Hopper GPU, NVRTC and ``AT_ONCE`` = 1 or 2."""
-    # `alone` says whether this kernel is safe from deadlocks with the setting AT_ONCE (see schedule.py). Two launches
-    # at once are safe, because launches are cooperative: if two launches do not fit on the GPU together, one waits for
-    # the other.
+    # `alone` says whether AT_ONCE (see schedule.py) allows this kernel. Two launches at the same time cannot deadlock,
+    # because launches are cooperative: if two launches do not fit on the GPU together, one waits for the other.
     alone = 0 < AT_ONCE <= 2
     if device.type != "cuda":
         return False

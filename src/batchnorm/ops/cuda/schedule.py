@@ -20,9 +20,9 @@ MEANING = (
 # slice has more parts, they form groups of up to 32. The last program of each group to finish its sums merges the sums
 # of the group, and the last of these programs merges the sums of all groups.
 MERGED_BY_ALL = 64
-# How many launches with barriers must fit on the GPU at the same time. The default suits a network that trains on one
-# or two streams. With 0, no launch has barriers. Set BATCHNORM_LAUNCHES_AT_ONCE to 0 if other processes use the GPU:
-# they leave an unknown number of multiprocessors free, so programs that wait at a barrier could deadlock.
+# How many Triton launches with barriers must fit on the GPU at the same time. The default suits a network that trains
+# on one or two streams. With 0, no launch has barriers. Set BATCHNORM_LAUNCHES_AT_ONCE to 0 if other processes use the
+# GPU: they leave an unknown number of multiprocessors free, so programs that wait at a barrier could deadlock.
 AT_ONCE = int(os.environ.get("BATCHNORM_LAUNCHES_AT_ONCE", "2"))
 # The possible numbers of tiles that a program holds in registers in the "once" path. A program uses the smallest number
 # that covers its whole part. There are only a few numbers, because each of them needs its own compiled kernel.
@@ -59,8 +59,7 @@ class Tiling(NamedTuple):
     def tree(self) -> bool:
         """Whether sums are merged in two steps: first within groups of up to 32 parts, then across the groups.
 
-        In the "once" path with up to MERGED_BY_ALL parts, the kernels ignore this property, and every program merges
-        all sums.
+        A single "once" launch with up to MERGED_BY_ALL parts ignores this property: every program merges all sums.
         """
         return self.parts > 32
 

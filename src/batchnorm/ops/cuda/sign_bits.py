@@ -5,10 +5,9 @@ the derivative is 1 if z > 0 (relu, leaky_relu) or if 0 < z < 6 (relu6). For NaN
 
 Bits are stored in one of two orders. A 1D tensor holds the bits row by row (channels last) or channel by channel
 (channels first); a row is one location of one example. Each row or channel is padded to whole bytes. A 2D tensor,
-called woven, holds the bits example by example, in the order of a dense channels-first x. Bits are woven only if
-resident.py chooses the woven form for x. In this form, a 16-byte vector may hold values of two channels, and a byte may
-hold bits of two channels. The choice depends only on the tensors' shapes, strides, dtypes and device, because
-torch.compile must know the shape of the bits before the kernel runs.
+called woven, holds the bits example by example, in the order of a dense channels-first x. So a byte may hold bits of
+two channels. Bits are woven only if resident.py chooses the woven form for x. The choice depends only on the tensors'
+shapes, strides, dtypes and device, because torch.compile must know the shape of the bits before the kernel runs.
 """
 
 from __future__ import annotations

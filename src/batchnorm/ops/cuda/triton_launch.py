@@ -22,9 +22,9 @@ Launched = Callable[[list[int], tuple[float, ...]], driver.Launch | None]
 class TritonLaunch:
     """Launch a Triton kernel on tensors of one geometry.
 
-    Before each launch, Triton's own launcher inspects every argument, in Python, to find the compiled kernel for such
-    arguments. This takes longer than the launch itself. The compiled kernel depends only on this object's attributes
-    and on the key in ``__call__``, so this object caches the kernel under that key.
+    Before each launch, Triton's own launcher inspects every argument in Python to find the matching compiled kernel.
+    This takes longer than the launch itself. The compiled kernel depends only on this object's attributes and on the
+    key in ``__call__``, so this object caches the kernel under that key.
     """
 
     def __init__(
