@@ -1,7 +1,8 @@
-// Emulates a GPU for resident.cu and pixel_blocks.cu: each block is an OS thread, and the block's threads are fibers that
-// take turns on it.
+// Emulates a GPU for resident.cu and pixel_blocks.cu: each program (thread block) is an OS thread, and the program's
+// threads are fibers that take turns on it.
 //
-// Asynchronous copies into shared memory happen only when the kernel waits for them. Shared memory starts as NaN.
+// Asynchronous copies into shared memory happen only when the kernel waits for them. Dynamic shared memory starts as
+// NaN.
 
 #include <atomic>
 #include <cmath>
@@ -60,8 +61,8 @@ struct Fiber {
 static thread_local std::vector<Fiber> fibers;
 static thread_local ucontext_t scheduler;
 static thread_local const std::function<void()>* body;
-static thread_local u64 passed;        // number of barriers that the block has passed
-static thread_local int waiting;       // number of threads that wait at the next barrier
+static thread_local u64 passed;        // number of calls of __syncthreads() that all threads have made
+static thread_local int waiting;       // number of threads that wait in __syncthreads()
 // How often each group of lanes has met. The index is the group's first thread, plus THREADS for a whole warp.
 static thread_local u64 met[2 * THREADS];
 static thread_local int here[2 * THREADS];
@@ -84,7 +85,8 @@ inline void __syncthreads() {
 
 // Wait for the other lanes of `mask` in this warp.
 inline void gather(u32 mask) {
-    // Whole warps have counters of their own, because a warp may meet while some of its lanes wait for a smaller group.
+    // Whole warps have counters of their own, because some lanes may already wait for the whole warp while others still
+    // wait for a smaller group.
     unsigned first = threadIdx.x / 32 * 32 + __builtin_ctz(mask) + (mask == ~0u ? THREADS : 0);
     u64 turn = met[first];
     if (++here[first] == __builtin_popcount(mask)) {

@@ -158,7 +158,7 @@ def test_refusals():
 @pytest.mark.parametrize("norm", ["batch", None])
 def test_the_rearranged_form_computes_the_same_function_and_gradients(norm):
     net = inception(size=32, classes=5, norm=norm, seed=1, width=0.125).double()
-    for p in net.parameters():  # nonzero biases, so that a wrong order of bias and pooling shows
+    for p in net.parameters():  # change biases, betas and gammas from their initial 0 and 1
         if p.dim() == 1:
             nn.init.normal_(p, 0.5, 0.2)
     x = torch.randn(3, 3, 32, 32, dtype=torch.float64)

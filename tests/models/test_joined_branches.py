@@ -53,7 +53,7 @@ def _precise():
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Allow interpreted kernels on CPU tensors, and list the number of normalizations in each launch."""
+    """Allow interpreted kernels on CPU tensors, and list how many layers each call normalizes together."""
     counted = []
     run = joined_branches.grouped.forward
     monkeypatch.setattr(joined_branches, "takes", lambda x: geometry_of(x).nhwc)

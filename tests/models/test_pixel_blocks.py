@@ -60,7 +60,7 @@ def assert_near(found, expected, tolerance):
     torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance * expected.abs().mean().item())
 
 
-# One partial tile per image; one pixel; one column; rows longer than a tile; several tiles for each program.
+# One partial tile per image; one pixel; one column; rows longer than a tile; more tiles than programs (if emulated).
 SHAPES = [(3, 3, 9, 12), (1, 3, 1, 1), (2, 3, 70, 2), (1, 3, 4, 530), (5, 3, 48, 51)]
 
 

@@ -18,9 +18,9 @@ pytestmark = [
 ]
 SHAPES = [
     (2, 8, 7, 7),  # odd sizes: the last windows at stride 2 have two rows or columns
-    (1, 5, 6, 9),  # too few channels to fill a vector
+    (1, 5, 6, 9),  # five channels do not fill a slice of eight
     (3, 64, 4, 5),
-    (2, 96, 1, 3),  # one row, and two slices of channels, of which the second is not full
+    (2, 96, 1, 3),  # one row; in bfloat16, the second of two slices of channels is not full
 ]
 CASES = [
     *((shape, False, torch.float32) for shape in SHAPES),

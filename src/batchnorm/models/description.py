@@ -41,6 +41,9 @@ class LayerCost(NamedTuple):
 class Description(NamedTuple):
     """A network's layers in execution order, its number of parameters, its multiply-adds for one image, and its depth.
 
+    The depth is the number of convolutions and linear layers on the longest path. Only the branches of this library's
+    Inception modules are recognized; all other modules are counted as if they ran one after the other.
+
     ``print(description)`` shows a table of the layers.
 
     >>> description = describe(nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU()), size=4)
@@ -70,7 +73,7 @@ class Description(NamedTuple):
 
 
 def describe(net: nn.Module, size: int = 224, channels: int = 3) -> Description:
-    """Count each layer's parameters and multiply-adds in a forward pass on the meta device.
+    """Count each layer's parameters and multiply-adds, with a forward pass of a copy on the meta device.
 
     The result lists only pooling layers, local response normalizations and layers that have parameters. Multiply-adds
     are counted only for ``nn.Conv2d`` and ``nn.Linear`` layers, as is usual in the literature.

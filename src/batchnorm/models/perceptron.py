@@ -31,8 +31,8 @@ def perceptron(
         inputs: the number of inputs; 784 for the paper's 28x28 images.
         widths: the number of activations of each hidden layer.
         classes: the number of outputs.
-        std: the standard deviation of the initial weights, which are Gaussian; the paper says only that they are small.
-            Biases start at 0.
+        std: the standard deviation of the initial weights. The paper says only "small random Gaussian values". Biases
+            start at 0.
         seed: the seed of the initial weights; None draws them from torch's global generator.
 
     >>> [name for name, _ in perceptron(widths=(5,)).named_children()]

@@ -1,7 +1,7 @@
-"""The building blocks of the appendix network: a convolution unit, the separable stem, an Inception module.
+"""The building blocks of the appendix network: a convolution unit, a separable convolution, an Inception module.
 
-A rearranged module merges or reorders operations to save time. Its parameters are those of the paper's network, and its
-result is the same up to rounding. By default, modules are rearranged in training on a GPU. Inception modules are also
+A rearranged module merges or reorders operations to save time. This leaves its parameters unchanged and changes its
+result only by rounding. By default, modules are rearranged in training on a GPU. Inception modules are also
 rearranged in evaluation on a GPU, if gradients are disabled and this library's kernels support every branch. A module
 that is not rearranged calls its children one after the other, so that functions such as ``fold`` see the paper's
 network. Set a module's ``rearrange`` attribute to True or False to override the default.
@@ -42,7 +42,7 @@ _B = TypeVar("_B")
 
 
 class InceptionRow(NamedTuple):
-    """The row of the appendix table that describes one Inception module; filter counts that the table leaves out are 0.
+    """An Inception module's row of the appendix table; ``projection`` is 0 if the table says "pass through".
 
     Paper: Appendix, Inception architecture
     """
@@ -103,7 +103,7 @@ class Unit(nn.Sequential):
         return convolve(x, cast(Tensor, conv.weight), conv.stride, conv.padding)
 
     def finish(self, product: Tensor) -> Tensor:
-        """Apply what follows the convolution: its bias, if any, and the unit's other modules.
+        """Add the convolution's bias, if it has one, and apply the modules that follow the convolution.
 
         ``product`` is the convolution's output without the bias.
         """
@@ -152,8 +152,8 @@ def _is_dense(conv: nn.Module) -> bool:
     )
 
 
-# The arguments are: input channels, output channels, kernel size, stride, output height, and the name of the module's
-# row in the paper's appendix table, such as "3a".
+# The arguments are: input channels, output channels, kernel size, stride, output height, and the name of the Inception
+# module, such as "3a".
 MakeUnit = Callable[[int, int, int, int, int, str], Unit]
 
 
@@ -165,9 +165,9 @@ class SeparableConv2d(nn.Sequential):
     rearranged module computes this dense convolution, which needs more multiply-adds, but runs as one matrix product
     and stores no depthwise activations for the backward pass.
 
-    By default, at stride 2 and with a square kernel of odd size, the dense convolution reads the image as blocks of 2x2
-    pixels, with four times as many channels. The result is the same. Blocks are faster, because tensor cores are slow
-    with only the three channels of an image. To disable the use of blocks, set the attribute ``by_blocks`` to False.
+    If the stride is 2 and the kernel is square and of odd size, the dense convolution treats each block of 2x2 pixels
+    as one pixel with four times as many channels. Blocks are faster, because tensor cores are slow with only the three
+    channels of an image. To disable the use of blocks, set the attribute ``by_blocks`` to False.
 
     >>> conv = SeparableConv2d(3, 64, 7, stride=2, multiplier=8)
     >>> x, conv.rearrange = torch.randn(1, 3, 16, 16), True
@@ -231,16 +231,15 @@ class InceptionModule(nn.Module):
     average pooling branch, a rearranged module pools after the projection instead of before it, because the projection
     reduces the number of channels. The result is the same, because avg(Wx) = W avg(x).
 
-    If this library's kernels support every branch, the branches write directly to their channels of the module's
-    output, and in training several branches are normalized together. By default, in evaluation on a GPU with gradients
-    disabled, the module is rearranged only if the kernels support every branch. If the attribute ``side_by_side`` is
-    True, a rearranged module runs parts of different branches at the same time, on two CUDA streams.
+    If this library's kernels support every branch of a rearranged module, the branches write directly to their channels
+    of the module's output, and in training several branches are normalized together. If the attribute ``side_by_side``
+    is True, a rearranged module runs parts of different branches at the same time, on two CUDA streams.
 
     Args:
         inputs: the number of input channels.
         row: the module's row of the appendix table.
         size: height of the input.
-        unit: function that makes a convolution with its normalization and nonlinearity.
+        unit: function that makes a :class:`Unit`.
 
     Paper: Appendix, Inception architecture
     """
@@ -262,7 +261,6 @@ class InceptionModule(nn.Module):
                 conv2=unit(row.double33, row.double33, 3, row.stride, out, row.name),
             )
         )
-        # AvgPool2d can be swapped with a projection that has a bias, because _joined() adds the bias after pooling.
         pool: nn.Module = AvgPool2d() if row.pool == "avg" else MaxPool2d(row.stride)
         self.pool = nn.Sequential(OrderedDict(pool=pool))
         if row.projection:
@@ -290,7 +288,8 @@ class InceptionModule(nn.Module):
         lengths = [len(b) if type(b) is nn.Sequential else 0 for b in (self.three, self.double33, self.pool)]
         if lengths[:2] != [2, 3] or lengths[2] not in (1, 2):
             return False
-        # Average pooling can be swapped with the projection because it is linear. Other pools may be nonlinear.
+        # Average pooling can be swapped with the projection because it is linear. The projection's bias is still added
+        # after pooling. Other pools may be nonlinear.
         if self.projects_first and not isinstance(self.pool[0], nn.AvgPool2d):
             return False
         units = [*self.three, *self.double33, *list(self.pool)[1:], *([] if self.one is None else [self.one])]

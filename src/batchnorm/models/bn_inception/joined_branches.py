@@ -2,10 +2,10 @@
 
 An Inception module splits the output of one convolution among several batch normalizations, and concatenates the
 outputs of its branches. A slice is a range of a tensor's channels. In the forward pass, the GPU kernels read slices of
-the convolution's output and write slices of the concatenated output. In the backward pass, the GPU kernels read slices
-of the concatenated output's gradient and write slices of the gradient of the convolution's output. One call normalizes
-all branches whose inputs are available at the same time. The weights of several convolutions are joined into one
-tensor, without a copy if the weights are adjacent in memory.
+the convolution's output and write the branches' outputs to slices of the concatenated output. In the backward pass, the
+GPU kernels read slices of the concatenated output's gradient and write slices of the gradient of the convolution's
+output. One call normalizes all branches whose inputs are available at the same time. The weights of several
+convolutions are joined into one tensor, without a copy if the weights are adjacent in memory.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ def _vectors(bn: BatchNorm2d) -> list[tuple[dict[str, Tensor | None], tuple[str,
 def normalize_together(parts: Sequence[Part], *sources: Tensor) -> tuple[Tensor, ...]:
     """Run the layers of all parts and return their outputs; :func:`can_join` must accept the layers and tensors.
 
-    With batch statistics, at most four parts are supported. Each kernel launch processes all parts. If the inputs are
-    large, however, the forward pass processes one part after the other. The running averages are updated, except when
-    activation checkpointing recomputes the forward pass. In evaluation, each part is normalized separately, by its
-    layer's running averages.
+    If the layers use running averages, each part is normalized separately. If they use batch statistics, at most four
+    parts are supported. Each kernel launch processes all parts; only the forward pass of large inputs processes one
+    part after the other. The running averages are updated, except when activation checkpointing recomputes the forward
+    pass.
     """
     sources = tuple(s.contiguous(memory_format=torch.channels_last) for s in sources)
     if not parts[0].bn.uses_batch_statistics:
@@ -247,7 +247,7 @@ class Concatenation:
 
 
 def _lying_in(whole: Tensor, start: int, channels: int) -> Tensor:
-    """Return a slice of a tensor, in the same memory, as a tensor that autograd does not treat as a view."""
+    """Return a slice of ``whole`` that shares its memory, but that autograd does not treat as a view."""
     shape = (whole.shape[0], channels, *whole.shape[2:])
     part = torch.empty(0, dtype=whole.dtype, device=whole.device)
     return part.set_(whole.untyped_storage(), whole.storage_offset() + start, shape, whole.stride())

@@ -64,7 +64,7 @@ def inception(
 ) -> nn.Sequential:
     """Build the appendix network, from the image to the class scores.
 
-    The defaults build the network of the paper's BN-x5 and BN-x30. To build the paper's Inception without batch
+    The defaults build the network of the paper's BN-x5 and BN-x30. To build the paper's Inception, which has no batch
     normalization, pass ``norm=None, local_response=True, dropout=0.4``. For small images, early strides are dropped so
     that the last feature map is at least 4x4: below 97 px the first max pool is left out, and below 49 px the first
     convolution has stride 1 instead of 2.
@@ -214,8 +214,8 @@ def initialize_(
     """Draw the weights of convolutions and linear layers from Gaussians, in place; biases become 0.
 
     The standard deviation is scale * sqrt(2 / fan_in) for kaiming and scale * sqrt(2 / (fan_in + fan_out)) for xavier.
-    Linear layers and depthwise convolutions are not followed by a nonlinearity. For them, ``scale`` is not applied, and
-    the standard deviation for kaiming is sqrt(1 / fan_in).
+    In the appendix network, no nonlinearity follows the linear layer and the depthwise convolution. For such layers,
+    ``scale`` is not applied, and the standard deviation for kaiming is sqrt(1 / fan_in).
 
     >>> net = nn.Linear(3, 2); initialize_(net, "xavier", seed=0); net.bias.tolist()
     [0.0, 0.0]
@@ -260,11 +260,11 @@ class LocalResponseNorm(nn.LocalResponseNorm):
 
     def convolved(self, x: Tensor) -> Tensor:
         """Normalize images, with the sums computed by a convolution."""
-        values = x.float() if x.dtype == torch.float16 else x  # in float16, squares of values above 255 overflow
+        values = x.float() if x.dtype == torch.float16 else x  # 256**2 overflows in float16
         weight = _neighbors(x.shape[1], self.size, self.alpha / self.size, values.dtype, x.device)
         with torch.autocast(x.device.type, enabled=False):
             sums = F.conv2d(values * values, weight)
-        # Add k in float32 or better: in bfloat16, k + sum would be rounded to k for most sums.
+        # Add k in float32 or better: in bfloat16, k + sum would be rounded to k if the sum is small.
         return x * (sums.to(torch.promote_types(x.dtype, torch.float32)) + self.k).pow(-self.beta).to(x.dtype)
 
 

@@ -5,8 +5,8 @@
 // pixels, the blocks of all images form a tensor of shape (images, rows + TAPS - 1, columns + TAPS - 1, CHANNELS). An
 // output pixel depends on a window of TAPS x TAPS blocks. A tap is the position of a block in a window. A tile is a
 // sequence of up to PIXELS consecutive output pixels of one image. A program processes one tile after another. For each
-// tile, the program copies the necessary rows of blocks to shared memory. Each block is copied only once, although the
-// windows of neighboring pixels overlap. For one tap, each output pixel reads one block; the blocks that 16 output
+// tile, the program copies the necessary rows of blocks to shared memory. It copies each block once per tile, although
+// the windows of neighboring pixels overlap. For one tap, each output pixel reads one block; the blocks that 16 output
 // pixels read form a 16 x CHANNELS matrix, which ldmatrix reads directly.
 //
 // These macros are defined when the file is compiled:
@@ -162,8 +162,8 @@ __device__ __forceinline__ char* data_of(int buffer, int bytes) { return memory 
 #ifdef FORWARD
 
 // A warp computes 32 output channels of 64 pixels at a time. It keeps the weights of these channels in registers.
-// In shared memory, each output channel takes STRIDE values: its weights and 8 values of padding, which avoid bank
-// conflicts.
+// In shared memory, each output channel takes STRIDE values: a weight for each value in a window (0 if the value has no
+// weight) and 8 values of padding, which avoid bank conflicts.
 #define STRIDE (VALUES + 8)
 
 extern "C" __global__ void __launch_bounds__(THREADS, EACH) convolve(

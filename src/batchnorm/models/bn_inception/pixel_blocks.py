@@ -28,12 +28,12 @@ BLOCKS = 128  # number of pixel blocks that a program of the Triton kernel write
 
 
 SOURCE = Path(__file__).with_name("pixel_blocks.cu")
-# The shape (outputs, inputs, height, width) of the kernel of the paper's first convolution. pixel_blocks.cu supports no
-# other shape.
+# The shape (outputs, inputs, height, width) of the weights of the paper's first convolution. pixel_blocks.cu supports
+# no other shape.
 STEM = (64, 3, 7, 7)
 VALUES = 256  # number of values in the blocks that an output pixel of the first convolution depends on
 PIXELS = 256  # number of output pixels that a program of pixel_blocks.cu processes at a time
-THREADS = {"convolve": 128, "kernel_gradient": 256, "add_parts": 256}  # threads per program of a CUDA kernel
+THREADS = {"convolve": 128, "kernel_gradient": 256, "add_parts": 256}  # threads per program, for each CUDA kernel
 EACH = {"convolve": 2, "kernel_gradient": 1}  # maximum number of programs per multiprocessor
 
 
@@ -189,7 +189,7 @@ def run_convolve(blocks: Tensor, kernel: Tensor, y: Tensor) -> None:
 
 
 def run_kernel_gradient(blocks: Tensor, dy: Tensor) -> Tensor:
-    """Return the kernel's gradient, in float32, given the gradient ``dy`` of the output of :func:`run_convolve`.
+    """Return the gradient of the weights, in float32, given the gradient ``dy`` of the output of :func:`run_convolve`.
 
     Both tensors must be contiguous and start at multiples of 16 bytes.
     """

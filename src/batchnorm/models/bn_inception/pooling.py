@@ -19,7 +19,7 @@ from ...ops.torch_state import is_unseen
 from .channels_last import ChannelTiles, ColumnTiles, alignment, empty, readable, takes
 
 PIXELS, CHANNELS = 64, 128  # tile size of the kernels in triton/global_pool.py
-UNROLL = 2  # unroll factor of the max pooling loops over rows; unrolling avoids copies between registers
+UNROLL = 2  # unroll factor of the row loops of max_forward and max_backward_2; avoids copies between registers
 
 
 class MaxPool2d(nn.MaxPool2d):
@@ -139,7 +139,7 @@ def _max_pool(x: Tensor, stride: int) -> tuple[Tensor, Tensor]:
 def max_pool_into(x: Tensor, y: Tensor, where: Tensor, stride: int, stats: Tensor | None = None) -> None:
     """Write the maxima of 3x3 windows of ``x`` to ``y``, and the positions of the maxima to ``where``.
 
-    ``y`` may be a slice of a larger tensor along the channels. If ``stats`` is given, normalize by these batch
+    ``y`` may be a range of the channels of a larger tensor. If ``stats`` is given, normalize by these batch
     statistics and apply ReLU before pooling.
     """
     row, y_row = row_stride(x), row_stride(y)
@@ -197,7 +197,7 @@ def max_pool_gradient(
 def backward_launch(
     shape: torch.Size, align: int, dy_row: int, stride: int, itemsize: int, device: torch.device
 ) -> TritonLaunch:
-    """Return the kernel launch that writes the gradient of max pooling's input, which has shape ``shape``."""
+    """Return the launch of max pooling's backward kernel, which writes a gradient of shape ``shape``."""
     from .triton.max_pool import max_backward_1, max_backward_2
 
     t = ColumnTiles(shape, align, stride, itemsize)
@@ -220,7 +220,7 @@ def average_into(x: Tensor, y: Tensor, backward: bool) -> None:
     """Write the averages of 3x3 windows of ``x`` to ``y``.
 
     If ``backward``, ``x`` is the gradient of the averages, and the gradient of the pooling's input is written to ``y``.
-    Both tensors may be slices of larger tensors along the channels.
+    Each of the two tensors may be a range of the channels of a larger tensor.
     """
     from .triton.average_pool import average
 

@@ -265,7 +265,7 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, gradients: WeightGradients) -> Tensor:
         # Save what F.linear saves: torch.utils.checkpoint may recompute this call outside the WeightGradients block,
-        # with F.linear, and then requires the same saved tensors.
+        # with F.linear, and requires that the recomputation saves tensors of the same shapes.
         ctx.save_for_backward(x, weight.t())
         ctx.gradients, ctx.dtype = gradients, bias.dtype
         return F.linear(x, weight, bias.to(x.dtype))

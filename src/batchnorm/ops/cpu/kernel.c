@@ -53,7 +53,8 @@ enum { CENTER, SCALE, OFFSET, SLOPE, LEVEL, LINES };
 enum { INVSTD = SLOPE, LACK = LEVEL };
 
 enum {
-    RUN = 256,     // planes: minimum number of values per example in a group of channels, except in the last group
+    // planes: minimum number of values per example in a group of channels, except in the last group; see also Group
+    RUN = 256,
     WIDTH = 1024,  // maximum number of columns of a matrix, except for rows with more than WIDTH channels
     NARROW = 64,   // rows: minimum number of columns of a matrix
     ADDED = 256,   // planes: maximum number of rows of a matrix; see also fold_when_due
@@ -208,8 +209,7 @@ INLINE void transform(
     }
 }
 
-// Returns dz = g'(z) dy for one value. If `marked`, `passed` says whether g'(z) is 1. If `marked` is not set, g'(z) is
-// computed from z.
+// Returns dz = g'(z) dy for one value. If `marked`, `passed` says whether g'(z) is 1; otherwise, z determines g'(z).
 INLINE float dz_of(float dy, float z, int passed, int activation, float below, int marked) {
     if (!marked) return activate_backward(dy, z, activation, below);
     return passed ? dy : activation == LEAKY_RELU ? dy * below : 0;
@@ -395,7 +395,7 @@ static void run(Call *c, void (*work)(void *), i64 tasks, i64 threads) {
 typedef struct {
     i64 from, here;       // first channel, number of channels
     i64 width, each;      // columns, columns per channel
-    i64 pieces, matrices; // matrices per plane (1 if a plane has up to WIDTH values), matrices of the group
+    i64 pieces, matrices; // matrices per plane if a plane has more than WIDTH values, else 1; matrices of the group
 } Group;
 
 static i64 channels_of_group(const Shape *f) { return least(f->channels, 1 + (RUN - 1) / f->length); }

@@ -1,11 +1,11 @@
-// Runs ordinary training calls in C++, to avoid the overhead of Python. For these calls, this file does the same work as
+// Runs ordinary training calls in C++, to avoid the overhead of Python. For these calls, this file does the work of
 // autograd.py and launch.py.
 //
 // Python chooses the kernels for tensors of given shapes, strides and types, launches them the first time, and
 // describes the launches to this file (add_forward, add_backward). This file then handles later calls of the same kind:
 // it allocates the outputs, launches the kernels and records the call for autograd. Python handles calls that are
-// unusual or not yet described. For such calls, train_ returns None to its caller in autograd.py, whereas the torch
-// operators and the backward pass in this file call the Python functions that were passed to configure().
+// unusual or not yet described. For such calls, train_ returns None to its caller in autograd.py. The torch operators
+// and the backward pass in this file instead call the Python functions that were passed to configure().
 
 #define PY_SSIZE_T_CLEAN
 #include <torch/csrc/autograd/custom_function.h>
@@ -51,7 +51,7 @@ union Value {
 };
 
 struct Write {
-  int offset, slot;  // where to write the value in a copy of `image`, and the index of the value in the array of values
+  int offset, slot;  // where to write the value in a copy of Launch::image, and the value's index in the array `values`
   char kind;  // the value's type, as a format character of Python's struct module: P, f or i
 };
 
@@ -412,8 +412,8 @@ static bool has_autograd() {
   return !c10::impl::tls_local_dispatch_key_set().excluded_.has_any(c10::autograd_dispatch_keyset);
 }
 
-// Reads a torch.Tensor, an nn.Parameter or None. Returns false for subclasses and other objects, and for tensors with a
-// forward-mode gradient.
+// Reads a torch.Tensor, an nn.Parameter or None. Returns false for all other types, which include other subclasses of
+// torch.Tensor, and for tensors with a forward-mode gradient.
 static bool read(PyObject* given, Tensor& t) {
   if (given == Py_None) return true;
   if (reinterpret_cast<PyObject*>(Py_TYPE(given)) != THPVariableClass &&
@@ -485,7 +485,7 @@ static Triple fused_kernel(
   return {d[0], d[1], d[2]};
 }
 
-// Returns whether a call needs neither tracing nor autograd. This is so when a compiled graph runs on real tensors.
+// Returns whether a call needs neither tracing nor autograd.
 static bool is_final(const Tensor& x, const Optional& gamma, const Optional& beta, const Optional& residual) {
   if (!is_unseen() || x.key_set().has(c10::DispatchKey::Python)) return false;
   if (!at::GradMode::is_enabled()) return true;

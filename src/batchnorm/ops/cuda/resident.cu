@@ -11,8 +11,8 @@
 // running averages, see forward.py, backward.py, barrier.py and running.py in triton/.
 //
 // The kernel has three variants, which divide the values of a slice into units in different ways:
-// - Channels last: a row is one location of one example, and a slice has up to SV vectors of each row. A unit is one
-//   row of the slice.
+// - Channels last: a row has the values of all channels at one location of one example. A unit is the piece of a row
+//   that lies in a slice, up to SV vectors.
 // - Channels first, if a channel's values in one example fill whole vectors: a slice is one channel, and a unit is one
 //   vector of the channel.
 // - WOVEN: channels first, if a channel's values in one example do not fill whole vectors, for example 7 x 7 values. A
@@ -29,7 +29,7 @@
 //   sign_bits.py) are read or the residual's gradient is written
 // - ADDED: whether the forward pass keeps the whole residual on chip
 // - THREADS: threads per program
-// - SV: vectors per row of a slice; not used in the second variant
+// - SV: vectors per unit; not used in the second variant
 // - K: maximum number of vectors of each tensor that a thread keeps on chip
 // - EACH: programs per multiprocessor
 // - LAYERS: the number of layers in the launch; their tensors are channels last and all have the same number of rows.
@@ -57,7 +57,7 @@ typedef long long i64;
 #define V 8
 #endif
 #define WOVEN (PLANE > 0)
-#define ROWS (LAST || WOVEN)  // whether units are rows
+#define ROWS (LAST || WOVEN)  // whether a unit has SV vectors; if not, a unit is one vector
 #define BLOCK (ROWS ? THREADS / SV : THREADS)  // units that a program's threads process together in one step
 #if LAST
 #define W (SV * V)  // channels per slice; the last slice may have fewer
@@ -104,8 +104,8 @@ __device__ __forceinline__ u32 to_bfloats(float a, float b) {
     return w;
 }
 
-// exponential() and quotient() use the same instructions as Triton, so that activations have the same results as in
-// triton/tile.py, bit for bit.
+// exponential() and quotient() use the same instructions as Triton, so that sigmoid, tanh and silu have the same
+// results as in triton/tile.py, bit for bit.
 __device__ __forceinline__ float exponential(float v) {
     float e;
     asm("ex2.approx.f32 %0, %1;" : "=f"(e) : "f"(v * 1.4426950408889634f));
@@ -232,7 +232,7 @@ struct Shape {
     // the stride of a channel (channels first only). dx, the residual and its gradient have the strides of y. dy's
     // channels have the stride y_plane.
     i64 x_stride, x_plane, y_stride, y_plane, dy_stride;
-    int width;  // the number of vectors of a channel in one example, if units are vectors; else 0
+    int width;  // the number of vectors of a channel in one example; 0 if ROWS
     u32 magic, shift;  // constants that turn a division by `width` into a multiplication: see magic_of in layout.py
     int passing;  // whether x (of all layers together) is too large to stay in the L2 cache
 };
@@ -296,8 +296,8 @@ __device__ __forceinline__ void put(char* to, const Vec& v, const Shape& s) {
 
 // The n vectors of a slice that one thread processes. offset() returns the byte offset of the i-th of these vectors.
 // The units of a slice are divided into runs of BLOCK units. Run k belongs to part k % parts, so that all programs
-// together read the tensor from start to end. If units are rows, a thread processes one vector of each of its rows, the
-// one with the index `column`.
+// together read the tensor from start to end. If ROWS, a thread processes one vector of each of its units, the one with
+// the index `column`.
 struct Walk {
     int slice, first, step, n, column;
 
@@ -307,8 +307,9 @@ struct Walk {
         n = works(s) && first < s.units ? (s.units - first - 1) / step + 1 : 0;
     }
 
-    // Returns false if no row of the slice has a vector for this thread. With channels last, this happens if the last
-    // slice has fewer than SV vectors per row. If WOVEN and SV does not divide THREADS, it happens to the last threads.
+    // Returns false if no unit of the slice has a vector for this thread. With channels last, this happens if the units
+    // of the last slice have fewer than SV vectors. If WOVEN and SV does not divide THREADS, it happens to the last
+    // threads.
     __device__ __forceinline__ bool works(const Shape& s) const {
         return LAST ? (slice * SV + column) * V < s.C : !WOVEN || threadIdx.x < BLOCK * SV;
     }
@@ -650,8 +651,8 @@ struct Move {
 // A value near the channel's mean is subtracted from all values of the channel before they are squared and summed,
 // because E[x^2] - E[x]^2 loses all precision if the mean is large compared to the standard deviation. The subtracted
 // value is the channel's mean over SAMPLES units that are spread over the slice, or 0 if this mean is not finite. All
-// parts of a slice subtract the same value. The first SAMPLES * SV threads (if units are rows) or the first SAMPLES
-// threads (if units are vectors) each read one vector of these units.
+// parts of a slice subtract the same value. The first SAMPLES * SV threads (if ROWS) or the first SAMPLES threads
+// (otherwise) each read one vector of these units.
 #if LAST
 #define SAMPLES (2 * WARPS < BLOCK ? 2 * WARPS : BLOCK)
 #elif WOVEN

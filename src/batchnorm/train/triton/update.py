@@ -8,14 +8,14 @@ import triton.language as tl
 
 @triton.jit
 def update(table, chunks, momentum, CHUNK: tl.constexpr, ALIGNED: tl.constexpr):
-    """Update up to CHUNK elements of one weight tensor, of its velocity and of its bfloat16 copy, if it has a copy.
+    """Update up to CHUNK elements of a weight tensor, its momentum buffer (velocity) and its bfloat16 copy, if any.
 
     ``table`` has a row of seven numbers for each weight tensor. The first five are the addresses of the weights, the
-    velocity (momentum buffer), the gradient, the bfloat16 copy (0 if there is none) and the learning rate. The last two
-    are the number of elements, and the weight decay as the bits of a float32. The gradient is bfloat16 if there is a
-    copy, and float32 otherwise. If ALIGNED, all addresses are multiples of 16, and all numbers of elements are
-    multiples of 8. ``chunks`` has two numbers for each program: the index of a row of ``table``, and the index of the
-    first element that the program updates.
+    velocity, the gradient, the bfloat16 copy (0 if there is none) and the learning rate. The last two are the number of
+    elements, and the weight decay as the bits of a float32. The gradient is bfloat16 if there is a copy, and float32
+    otherwise. If ALIGNED, all addresses are multiples of 16, and all numbers of elements are multiples of 8. ``chunks``
+    has two numbers for each program: the index of a row of ``table``, and the index of the first element that the
+    program updates.
     """
     row = table + 7 * tl.load(chunks + 2 * tl.program_id(0))
     at = tl.load(chunks + 2 * tl.program_id(0) + 1)

@@ -8,7 +8,7 @@ strides between pixels by A, and the kernels multiply them by A again, so that t
 memory accesses. Docstrings give the shapes of tensors in brackets, such as [P, V].
 
 The position of a maximum in its window is encoded as UP, DOWN or 0, plus LEFT, RIGHT or 0; the middle of the window is
-0. The positions of two neighboring channels share a byte, with the first channel in the lower four bits.
+0. The positions of two neighboring channels share a position byte, with the first channel in the lower four bits.
 """
 
 from __future__ import annotations
@@ -31,8 +31,6 @@ NOWHERE = tl.constexpr(15)
 @triton.jit
 def slice_of(program, C, A: tl.constexpr, V: tl.constexpr):
     """Return which slice of V channels a program processes, and what the slice contains.
-
-    A position byte stores the positions of two channels' maxima.
 
     Returns:
         The program's index among the programs of its slice; the slice's index; the indices of the slice's channels [V]
@@ -292,7 +290,7 @@ def max_sums(
 
 @triton.jit
 def load_window(d, p, here, half_here, P: tl.constexpr, V: tl.constexpr):
-    """Return the gradients [P, V] of windows and the positions of maxima, or 0 and NOWHERE if masked."""
+    """Return the gradients [P, V] of windows and the positions of maxima; where a mask is False, 0 and NOWHERE."""
     return load_pixels(d, here, half_here, None, P, V), load_places(p, half_here, P, V)
 
 

@@ -78,7 +78,7 @@ def add_parts(partial, first, last, channel, C):
 
 @triton.jit
 def store_part(partial, part, s1, s2, channel, C):
-    """Write a part's sums s1 and s2 to ``partial``, which has C floats for each of the two sums."""
+    """Write a part's sums s1 and s2 to ``partial``, which has 2 C floats per part."""
     at = partial + part * (2 * C) + channel
     tl.store(at, s1, mask=channel < C)
     tl.store(at + C, s2, mask=channel < C)
@@ -245,8 +245,7 @@ _NUMBERS = [
     *("C", "units", "slices", "parts", "share", "beside", "x_stride", "x_plane", "y_stride", "y_plane"),
     *("width", "magic", "shift", "slope", "dy_stride"),
 ]
-# These small tensors may be views into one flat buffer, at any alignment. Triton must not compile the kernel again for
-# each alignment.
+# See _SMALL in forward.py.
 _SMALL = ["dgamma", "dbeta", "words"]
 
 
@@ -262,8 +261,8 @@ def backward(
     """Run the backward pass, or the phase that PHASE selects, with ``slices * parts`` programs.
 
     x has the strides ``x_stride`` and ``x_plane``; dx, the residual and its gradient have ``y_stride`` and ``y_plane``;
-    dy has ``dy_stride`` and ``y_plane``. Each plane is the stride of a channel. For channels last, C is passed divided
-    by A (see tile.py).
+    dy has ``dy_stride`` and ``y_plane``. ``x_plane`` and ``y_plane`` are the strides of a channel. For channels last, C
+    is passed divided by A (see tile.py).
     """
     shape = (C * (FORM[3] if FORM[0] else 1), units, width, magic, shift)
     piece, part = place(words, slices, parts, beside, PHASE, TICKET)

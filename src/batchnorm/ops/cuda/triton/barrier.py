@@ -1,4 +1,4 @@
-"""Barriers for the programs of one launch that process the same slice of channels.
+"""Barriers for programs that process the same slice of channels in one launch.
 
 Each slice has one word, an int32 in global memory. Programs arrive by adding to the word, and wait until the word's
 highest bit flips. The bit flips in one of two ways. With :func:`arrive_to_turn`, the last arrival itself flips the bit.
@@ -72,7 +72,7 @@ def side_of(word):
 def wait(word, side):
     """Wait until the word's highest bit differs from ``side``.
 
-    After that, this program can see what other programs wrote before the flip.
+    After that, this program can see what other programs wrote before they arrived or called :func:`release`.
     """
     # Use assembly, because Triton has no load with acquire semantics. Only one thread of the program polls, because
     # polling delays the arrivals of other programs.

@@ -4,15 +4,16 @@ The terms slice, part, unit and tile are defined in tile.py. The constant PHASE 
 the statistics and updates the running averages, 2 normalizes, and 3 does both. The constant T is the number of tiles
 that a program holds in registers. The "stream" path has two launches, PHASE 1 and then PHASE 2, with T = 0: each launch
 reads x. The "once" path has one launch, PHASE 3, with T > 0: it reads x once. In PHASE 3, if a slice has several
-programs, they wait for each other at a barrier. Triton's interpreter runs programs one after the other, so in the
-interpreter such a launch is replaced by two launches without a barrier.
+programs, they wait for each other at a barrier. Triton's interpreter runs programs one after the other, so it cannot
+run a launch with a barrier. It runs PHASE 1 and then PHASE 2 instead.
 
 Many functions take these arguments:
 
 - ``slices``: the number of slices.
 - ``parts``: the number of parts of each slice.
 - ``share``: the number of units of a part; the last part may have fewer.
-- ``partial``: float32 memory for the results of the parts.
+- ``partial``: float32 memory for the parts' moments and the old running averages; in the backward pass, for the parts'
+  sums.
 - ``words``: int32 counters. The first one numbers the programs (see ``take_ticket`` in barrier.py), and the second one
   counts finished slices. They are followed by one barrier word for each slice and, with TREE (see
   :func:`normalize_part`), by 32 counters for each slice.
@@ -51,7 +52,7 @@ def moments_of(
     mean is much larger than the standard deviation. Each of n values is at most sqrt(n) standard deviations from their
     mean. ``near`` is one of the values or the mean of a few of them, so low^2 is at most M2, which is n times the
     variance. Thus the computed sum of (x - near)^2, which is M2 + n low^2, is at most (n + 1) M2. Subtracting n low^2
-    from this sum therefore increases its relative rounding error at most about n times.
+    therefore multiplies the relative rounding error by at most about n.
     """
     R: tl.constexpr = FORM[1]
     V: tl.constexpr = FORM[2]
@@ -106,7 +107,7 @@ def merge(partial, first, last, share, channel, shape, EACH: tl.constexpr):
 
 @triton.jit
 def store_part(partial, part, near, low, m2, channel, C):
-    """Write a part's moments near, low and M2 to ``partial``, which has C floats for each of them."""
+    """Write a part's near, low and M2 to ``partial``, which has 3 C floats per part."""
     at = partial + part * (3 * C) + channel
     tl.store(at, near, mask=channel < C)
     tl.store(at + C, low, mask=channel < C)

@@ -36,7 +36,7 @@ def normalize_rows(
     x, y, mean, var, gamma, beta, rows, C, x_stride, y_stride, eps, slope,
     ACT: tl.constexpr, P: tl.constexpr, V: tl.constexpr, A: tl.constexpr,
 ):  # fmt: skip
-    """Normalize channels-last rows by given statistics, with P rows of V channels per program.
+    """Normalize channels-last rows by given statistics; each program processes V channels of P rows.
 
     A row has the values of all channels at one location of one example. C and the row strides are multiples of A. They
     are passed divided by A and multiplied by A here, so that the compiler knows that they are multiples of A and can

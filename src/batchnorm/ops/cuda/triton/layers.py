@@ -3,10 +3,10 @@
 A row has the values of all channels at one location of one example. A slice is a group of neighboring channels of one
 layer. Slices are numbered across all layers: layer 0 starts at slice 0, layer 1 at slice ``first1``, and so on. If
 there are fewer than four layers, the absent layers start at slice ``slices``, the total number of slices, so that no
-slice belongs to them. ``stats``, ``partial`` and ``words`` hold the values of all layers, one layer after the other.
-The argument ``piece`` of a function is the index of a slice, and ``firsts`` has the first slices of layers 1 to 3. The
-numbers of channels and the strides are passed divided by A. A and the other arguments are described in tile.py,
-forward.py, backward.py and barrier.py.
+slice belongs to them. ``stats``, ``dgamma``, ``dbeta``, ``partial`` and ``words`` hold the values of all layers, one
+layer after the other. The argument ``piece`` of a function is the index of a slice, and ``firsts`` has the first slices
+of layers 1 to 3. The numbers of channels and the strides are passed divided by A. A and the other arguments are
+described in tile.py, forward.py, backward.py and barrier.py.
 """
 
 from __future__ import annotations
@@ -50,8 +50,7 @@ _NUMBERS = [
     *(f"{name}_stride{k}" for name in ("x", "y", "dy") for k in range(4)),
     *("eps", "momentum", "slope"),
 ]
-# These small tensors may be views into one flat buffer, at any alignment. Triton must not compile the kernel again for
-# each alignment.
+# See _SMALL in forward.py.
 _SMALL = [
     f"{name}{k}" for name in ("gamma", "beta", "running_mean", "running_var", "batches", "skipped") for k in range(4)
 ]

@@ -68,7 +68,7 @@ def place_of(units, strides, shape, FORM: tl.constexpr):
 
 @triton.jit
 def offsets(units, strides, channel, shape, FORM: tl.constexpr):
-    """Return the element offsets of a slice's units, given the units' indices; the result has one row of V per unit."""
+    """Return the offsets of all elements of a slice's units, given the units' indices; the shape is [units, V]."""
     V: tl.constexpr = FORM[2]
     # Multiplying by A tells the compiler that the strides are multiples of A, so that it can use wide loads and stores.
     A: tl.constexpr = FORM[3]
