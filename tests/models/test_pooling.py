@@ -205,3 +205,9 @@ def test_the_average_of_each_channel(shape, sliced, dtype, device):
     torch.testing.assert_close(dx.double(), wanted, rtol=1e-5 if dtype == torch.float32 else 2**-7, atol=1e-6)
     (again,) = torch.autograd.grad(y, x, dy, create_graph=True)
     torch.testing.assert_close(again, dx)
+
+
+@pytest.mark.gpu
+def test_the_average_of_a_single_image():
+    x = torch.randn(8, 5, 6, device="cuda")
+    torch.testing.assert_close(pooling.GlobalAvgPool2d()(x), x.mean((1, 2), keepdim=True))

@@ -88,8 +88,8 @@ class GlobalAvgPool2d(nn.AdaptiveAvgPool2d):
         super().__init__(1)
 
     def forward(self, x: Tensor | torch.fx.Proxy) -> Tensor:
-        """Return means of shape (N, C, 1, 1)."""
-        if isinstance(x, torch.fx.Proxy) or not x.is_cuda:
+        """Return means of shape (N, C, 1, 1), or (C, 1, 1) for an image without a batch dimension."""
+        if isinstance(x, torch.fx.Proxy) or not x.is_cuda or x.dim() != 4:
             return super().forward(cast(Tensor, x))
         if takes(x) and not torch.compiler.is_compiling():
             means: Tensor = _GlobalAverage.apply(x)  # type: ignore[no-untyped-call]
