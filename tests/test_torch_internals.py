@@ -23,7 +23,9 @@ LISTED = [line for line in LINES if ": " not in line]
 HEADERS = {header: names.split() for header, names in (line.split(": ") for line in LINES if ": " in line)}
 INCLUDE = Path(torch.__file__).parent / "include"
 TREES = [ast.parse(path.read_text()) for path in sorted((ROOT / "src").rglob("*.py"))]
-OWNERS = (nn.Module(), nn.Conv2d(1, 1, 1), nn.BatchNorm2d(1), torch.empty(0), torch.optim.SGD([torch.empty(0)]))
+OWNERS = (nn.Conv2d(1, 1, 1), nn.SyncBatchNorm(1), torch.empty(0), torch.optim.SGD([torch.empty(0)]))
+# For objects that share private names with objects of this library, only the names that the library uses.
+SINGLE = {"_orig_mod": torch.compile(nn.ReLU()), "_schema": torch.ops.aten.relu.default}
 
 
 def is_private(name):
@@ -57,11 +59,14 @@ def imported(tree):
 
 
 def names_in(tree):
-    """Return the private names of torch's modules that a file imports or reaches through an import."""
+    """Return the private names of torch's modules that a file imports, reaches through an import, or names."""
     aliases = imported(tree)
     found = set(aliases.values())
     for node in ast.walk(tree):
         match node:
+            case ast.Constant(str(text)) if re.fullmatch(r"torch(\.\w+)+", text):
+                found.add(text)
+                continue
             case ast.Call(ast.Name("getattr"), [owner, ast.Constant(attribute), *_]):
                 first, *rest = *dotted(owner), attribute
             case _:
@@ -73,7 +78,7 @@ def names_in(tree):
 
 def attributes_in(tree):
     """Return the private attributes of torch's objects that a file reads, overrides, or names in a string."""
-    known = {name for owner in OWNERS for name in dir(owner) if is_private(name)}
+    known = {name for owner in OWNERS for name in dir(owner) if is_private(name)} | SINGLE.keys()
     own = {node.attr for node in ast.walk(tree) if dotted(node)[:1] == ["self"] and isinstance(node.ctx, ast.Store)}
     where = {ast.Attribute: "attr", ast.Constant: "value", ast.FunctionDef: "name"}
     named = {getattr(node, where[type(node)]) for node in ast.walk(tree) if type(node) in where}
@@ -128,8 +133,15 @@ def test_the_header_still_has_its_names(header):
 @pytest.mark.parametrize("name", LISTED)
 def test_it_still_exists(name):
     if name.startswith("*."):
-        assert any(hasattr(owner, name[2:]) for owner in OWNERS)
+        assert any(hasattr(owner, name[2:]) for owner in (*OWNERS, SINGLE.get(name[2:])))
     elif "_cuda_" in name and not torch.backends.cuda.is_built():
         pytest.skip("this build of torch has no CUDA")
     else:
         resolve(name)
+
+
+def test_torch_fx_still_names_constants_so():
+    constant = torch.ones(1)
+    graph = torch.fx.symbolic_trace(lambda x: x + constant).graph
+    (target,) = (node.target for node in graph.nodes if node.op == "get_attr")
+    assert target.startswith("_tensor_constant")  # see create_node in graph/symbolic.py
