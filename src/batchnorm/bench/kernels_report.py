@@ -23,12 +23,13 @@ MOVED = 20e6
 # once, TWICE for passes that read each input twice.
 ONCE, TWICE = (2, 3), (3, 5)
 
+# The name of each contender in result files, with its name in the picture, its color and its marker.
 STYLES = {
-    "batchnorm": (BLUE, "o"),
-    "compile": (ORANGE, "s"),
-    "compile-max": ("#b58a00", "v"),
-    "cudnn-fp16": (GREEN, "^"),
-    "eager": (GRAY, "x"),
+    "batchnorm": ("batchnorm", BLUE, "o"),
+    "compile": ("torch.compile", ORANGE, "s"),
+    "compile-max": ("torch.compile, max-autotune", "#b58a00", "v"),
+    "cudnn-fp16": ("cuDNN (fp16)", GREEN, "^"),
+    "eager": ("eager torch", GRAY, "x"),
 }
 
 
@@ -132,19 +133,26 @@ def draw(report: dict[str, Any], plt: Any) -> Any:
     types = [r["dtype"] for r in report["rows"]]
     dtype = "bfloat16" if "bfloat16" in types else types[0]
     panels = sorted({(r["layout"], r["op"]) for r in report["rows"] if r["dtype"] == dtype})
-    figure, grid = plt.subplots(1, len(panels), sharey=True, squeeze=False, figsize=(3 * len(panels), 3.2))
-    for axes, (layout, op) in zip(grid[0], panels, strict=True):
+    columns = min(2, len(panels))
+    lines = -(-len(panels) // columns)
+    size = (3.8 * columns, 2.6 * lines + 0.6)
+    figure, grid = plt.subplots(lines, columns, sharex=True, sharey=True, squeeze=False, figsize=size)
+    for axes, (layout, op) in zip(grid.flat, panels, strict=False):
         rows = [r for r in report["rows"] if (r["layout"], r["op"], r["dtype"]) == (layout, op, dtype)]
-        for name, (color, marker) in STYLES.items():
-            points = [(r["megabytes"], sum(r["limit_us"]) / sum(r["us"][name])) for r in rows if name in r["us"]]
+        for key, (name, color, marker) in STYLES.items():
+            points = [(r["megabytes"], sum(r["limit_us"]) / sum(r["us"][key])) for r in rows if key in r["us"]]
             if points:
                 axes.semilogx(*zip(*sorted(points), strict=True), color=color, marker=marker, ms=3, ls="", label=name)
         axes.axhline(1, color="k", lw=0.6)
-        axes.set(title=f"{op}, {layout}, {dtype}", xlabel="one tensor, MB", ylim=(0, 1.05))
-    figure.axes[0].set_ylabel("share of the one-read limit")
-    # Take the legend from the last panel. It shows NHWC, the only layout in which cudnn-fp16 is timed.
-    figure.legend(*figure.axes[-1].get_legend_handles_labels(), loc="outside lower center", ncols=len(STYLES))
-    figure.suptitle(f"{report['hardware']['device']}, torch {report['hardware']['torch']}: forward and backward")
+        axes.set(title=f"{op}, {layout}", ylim=(0, 1.05))
+    for axes in grid[-1]:
+        axes.set_xlabel("size of one tensor, MB")
+    figure.supylabel("one-read limit / measured time", fontsize=8)
+    # Take the legend from the last panel. It shows NHWC, the only layout in which cuDNN is timed.
+    handles, names = figure.axes[len(panels) - 1].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=len(STYLES), fontsize=7)
+    told = report["hardware"]
+    figure.suptitle(f"{told['device']}, torch {told['torch']}, {dtype}: forward and backward", fontsize=9)
     return figure
 
 

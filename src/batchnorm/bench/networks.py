@@ -37,6 +37,7 @@ import torch
 from ..errors import JobsFailedError, above, at_least, differences
 from ..pictures import picture_beside
 from ..processes import Remote
+from ..report.speeds import short_name
 from ..results import check_writable, environment, read_json, write_result
 from ..train.distributed import find_device
 from .bars import Bar, geometric_mean
@@ -441,30 +442,39 @@ def line(row: Row) -> str:
 
 
 def draw(report: dict[str, Any], plt: Any) -> Any:
-    """Draw one panel per mode in ``MODE_NAMES``, with one bar per network and batch size, sorted by speedup."""
+    """Draw one panel per mode in ``MODE_NAMES``, with one bar per network and batch size.
+
+    All panels list the networks in the same order: by the speedup in the first mode, at the largest batch size.
+    """
     rows = [row for row in report["rows"] if "failed" not in row and row["mode"] in MODE_NAMES]
     modes, names, batches = (list(dict.fromkeys(row[key] for row in rows)) for key in ("mode", "network", "batch"))
     batches.sort(reverse=True)
-    names.sort(key=lambda name: -max(row["speedup"] for row in rows if row["network"] == name))
-    height = 0.8 / len(batches)
-    size = (3.4 * len(modes) + 2, 0.55 * len(names) + 1.8)
-    figure, (panels,) = plt.subplots(1, len(modes), sharey=True, squeeze=False, figsize=size)
-    for axes, mode in zip(panels, modes, strict=True):
+    speedups = {(row["network"], row["mode"], row["batch"]): row["speedup"] for row in rows}
+    names.sort(key=lambda name: -speedups.get((name, modes[0], batches[0]), 0))
+    labels = [short_name(name, names) for name in names]
+    height, columns = 0.8 / len(batches), min(2, len(modes))
+    lines = -(-len(modes) // columns)
+    size = (3.6 * columns + 1.4, (0.25 * len(names) + 0.8) * lines + 0.6)
+    figure, grid = plt.subplots(lines, columns, sharex=True, sharey=True, squeeze=False, figsize=size)
+    for axes, mode in zip(grid.flat, modes, strict=False):
         for k, batch in enumerate(batches):
             shown = [row for row in rows if (row["mode"], row["batch"]) == (mode, batch)]
             places = [names.index(row["network"]) + (k - (len(batches) - 1) / 2) * height for row in shown]
-            speedups = [row["speedup"] for row in shown]
+            wide = [row["speedup"] for row in shown]
             around = [[abs(row["interval"][i] - row["speedup"]) for row in shown] for i in (0, 1)]
-            axes.barh(places, speedups, 0.9 * height, xerr=around, color=f"C{k}", label=f"batch {batch}", ecolor="0.2")
+            axes.barh(places, wide, 0.9 * height, xerr=around, color=f"C{k}", label=f"batch {batch}", ecolor="0.2")
             for row, place in zip(shown, places, strict=True):
-                axes.text(0.03, place, f"{row['speedup']:.2f}", va="center", fontsize=8, color="white")
+                axes.text(0.03, place, f"{row['speedup']:.2f}", va="center", fontsize=7, color="white")
         axes.axvline(1, color="k", lw=1)
         axes.grid(visible=False)
-        axes.set(title=MODE_NAMES[mode], xlabel="times as fast as stock", yticks=range(len(names)), yticklabels=names)
-    panels[0].invert_yaxis()
-    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=len(batches), fontsize=8)
+        axes.set(title=MODE_NAMES[mode], yticks=range(len(names)), yticklabels=labels)
+    for axes in grid.flat[len(modes) :]:
+        axes.remove()
+    grid[0, 0].invert_yaxis()
+    figure.supxlabel("speedup of a training step over the stock network", fontsize=8)
+    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside upper right", ncols=len(batches), fontsize=8)
     told = report["machine"]
-    figure.suptitle(f"{told['device']}, torch {told['torch']}, {told['steps']}: training steps", fontsize=10)
+    figure.suptitle(f"{told['device']}, torch {told['torch']}, {told['steps']}", fontsize=9, x=0.02, ha="left")
     return figure
 
 

@@ -11,8 +11,8 @@ from .tables import Result, Row, cells, machine, read, table
 NETWORKS = "networks-h200.json"
 MODES = {
     "eager": "the converted network, `bn.convert(net, example)`, against the stock network",
-    "graph": "the same, with each step captured as one CUDA graph",
-    "compiled": "the same, with both networks under `torch.compile`",
+    "graph": "as *eager*, but each step is one CUDA graph",
+    "compiled": "as *eager*, but both networks are under `torch.compile`",
     "backend": 'the stock network under `torch.compile(backend="batchnorm")`, against `torch.compile(net)`',
 }
 OTHER_USES = {
@@ -52,9 +52,9 @@ def alternatives(results: Path) -> str:
         ],
         [
             "`torch.nn.BatchNorm2d`",
-            "evaluate well: its running averages [lag behind the weights]"
+            "evaluate with exact statistics: its running averages [lag behind the weights]"
             f"({tests}/test_stale_averages.py)",
-            "`bn.estimate_(net, batches)`: statistics of the trained weights, with standard errors",
+            "`bn.estimate_(net, batches)`: statistics computed with the final weights, with standard errors",
         ],
         [
             "`torch.nn.BatchNorm2d`",
@@ -63,7 +63,7 @@ def alternatives(results: Path) -> str:
         ],
         [
             "`torch.compile`",
-            f"generate kernels as fast as this library's{compiled}",
+            f"generate bf16 kernels as fast as this library's{compiled}",
             '`torch.compile(net, backend="batchnorm")` on the stock network',
         ],
         [
@@ -93,7 +93,7 @@ def networks(results: Path) -> str:
     columns = [(mode, batch) for mode in measured for batch in batches if any(key[1:] == (mode, batch) for key in rows)]
     shown = [["network", *(f"{mode}, {batch}" for mode, batch in columns)]]
     shown += [
-        [_short(name, names), *(_speedup(rows.get((name, *column))) for column in columns)]
+        [short_name(name, names), *(_speedup(rows.get((name, *column))) for column in columns)]
         for name in names
         if any((name, *column) in rows for column in columns)
     ]
@@ -110,7 +110,7 @@ def networks(results: Path) -> str:
     )
 
 
-def _short(name: str, names: list[str]) -> str:
+def short_name(name: str, names: list[str]) -> str:
     """Return a network's name, with its library only if two libraries have a network of that name."""
     library, _, short = name.rpartition(":")
     return f"{short} ({library})" if sum(n.endswith(f":{short}") for n in names) > 1 else short
@@ -148,13 +148,14 @@ def _other_uses(rows: list[Result], names: list[str]) -> list[str]:
     """Return a table of the speedups in modes outside ``MODES``, with a column for each network and batch size."""
     found = {(row["mode"], (row["network"], row["batch"])): row for row in rows if row["mode"] in OTHER_USES}
     columns = list(dict.fromkeys(column for _, column in found))
-    shown = [["other uses", *(f"{_short(name, names)}, {batch}" for name, batch in columns)]]
+    shown = [["other uses", *(f"{short_name(name, names)}, {batch}" for name, batch in columns)]]
     shown += [
         [text, *(_speedup(found.get((mode, column))) for column in columns)]
         for mode, text in OTHER_USES.items()
         if any((mode, column) in found for column in columns)
     ]
-    return [table(shown)] if found else []
+    note = "Other uses of converted networks, again against the stock network, eager unless a row says otherwise:"
+    return [note, table(shown)] if found else []
 
 
 def _cpu(r: Result) -> str:
@@ -196,7 +197,7 @@ def _cpu_networks(r: Result) -> str:
     speedups = [row["speedup"] for row in rows]
     mean = statistics.geometric_mean(speedups)
     limits = [1 / row["without_bn"] for row in rows if "without_bn" in row]
-    limit = f"; the limit, without BN, is {statistics.geometric_mean(limits):.2f}" if limits else ""
+    limit = f"; without any BN, they would be {statistics.geometric_mean(limits):.2f} times as fast" if limits else ""
     return f"{len(speedups)} networks are {mean:.2f} times as fast (worst {min(speedups):.2f}){limit}"
 
 
@@ -208,7 +209,7 @@ def _memory(r: Result) -> str:
 def _train(r: Result) -> str:
     ours = [x for x in r["rows"] if not x["name"].startswith("stock")]
     return ", ".join(
-        f"{x['over_stock']:.2f} times at batch {x['batch']} ({x['images_per_second']:,.0f} images/s)" for x in ours
+        f"{x['over_composed']:.2f} times at batch {x['batch']} ({x['images_per_second']:,.0f} images/s)" for x in ours
     )
 
 

@@ -35,11 +35,27 @@ def cells(row: Row, results: Path) -> list[str]:
 
 
 def machine(result: Result) -> str:
-    """Return the hardware, the version of torch and, if the result's options include it, the number of seeds."""
+    """Return the hardware, the version of torch and, if the result has one, the number of seeds or of rounds."""
     env = result.get("environment") or result["hardware"]
     name = env.get("gpu") or env.get("device") or f"{env['hardware']}, {env['cores']} cores"
-    seeds = result.get("options", {}).get("seeds")
-    return f"{name}, torch {env['torch']}" + (f", {seeds} seeds" if seeds else "")
+    n = _repetitions(result)
+    return f"{name}, torch {env['torch']}" + (f", {n}" if n else "")
+
+
+def _repetitions(result: Result) -> str:
+    """Return the number of seeds or of rounds as text, "up to" the highest if networks differ, or an empty string.
+
+    >>> _repetitions({"options": {"seeds": 3}}), _repetitions({"rounds": 1}), _repetitions({"options": {"seed": 0}})
+    ('3 seeds', '1 round', '1 seed')
+    """
+    networks, options = result.get("networks"), result.get("options", {})
+    parts = [result, options, *(networks.values() if isinstance(networks, dict) else ())]
+    for word in ("seeds", "rounds"):
+        counts = {part[word] for part in parts if isinstance(part.get(word), int)}
+        if counts:
+            n = max(counts)
+            return f"{'up to ' if len(counts) > 1 else ''}{n} {word if n > 1 else word[:-1]}"
+    return "1 seed" if "seed" in options else ""
 
 
 def table(rows: list[list[str]]) -> str:

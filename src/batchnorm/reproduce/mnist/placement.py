@@ -133,17 +133,22 @@ def shape(v: Tensor) -> dict[str, float]:
 
 def draw(result: dict[str, Any], plt: Any) -> Any:
     """Draw the skewness, kurtosis and sparsity of each layer, and the test accuracies."""
-    figure, axes = plt.subplots(1, 4, figsize=(11, 2.7))
-    for row in result["runs"]:
+    figure, grid = plt.subplots(2, 2, figsize=(7.5, 5.4))
+    axes = grid.flat
+    names = []
+    for k, row in enumerate(result["runs"]):
         last = list(row["shapes"].values())[-1]
-        where = row["batch normalization"]
-        style = {"color": BLUE if where == "before it" else GREEN}
+        where = row["batch normalization"].removesuffix(" it")
+        style = {"color": BLUE if where == "before" else GREEN}
         mark = "o" if row["nonlinearity"] == "sigmoid" else "s"
+        names.append(f"{row['nonlinearity']}, BN {where}")
+        places = [i + 0.16 * (k - (len(result["runs"]) - 1) / 2) for i in range(len(last))]
         for axis, key in zip(axes, STATISTICS, strict=False):
-            axis.plot(list(last), [v[key] for v in last.values()], mark, ms=4, alpha=0.8, **style)
-            axis.set(title=f"{key} after training")
-        name = f"{row['nonlinearity']}, BN {where}"
-        axes[3].errorbar([name], [row["mean"]], [row["spread"] or 0], fmt=mark, ms=4, capsize=2, label=name, **style)
-    axes[3].set(title="test accuracy", xticks=[])
-    axes[3].legend(fontsize=6)
+            axis.plot(places, [v[key] for v in last.values()], mark, ms=4, label=names[-1], **style)
+            axis.set(title=f"{key} after training", xticks=range(len(last)), xticklabels=list(last))
+        axes[3].errorbar([k], [row["mean"]], [row["spread"] or 0], fmt=mark, ms=4, capsize=2, **style)
+    axes[3].set(title="test accuracy", xticks=range(len(names)))
+    axes[3].set_xticklabels([name.replace(", ", "\n") for name in names])
+    axes[3].margins(x=0.15)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     return figure

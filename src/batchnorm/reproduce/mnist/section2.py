@@ -152,19 +152,19 @@ def draw(result: dict[str, Any], plt: Any) -> Any:
     """Draw two panels for b alone (norm of b, loss) and two for the whole network (norm of b, accuracy)."""
     alone, runs, rates = result["b alone"], result["whole network"], result["options"]["rates"]
     dashes = dict(zip(rates, cycle(("-", "--", ":", "-.")), strict=False))
-    figure, axes = plt.subplots(1, 4, figsize=(11, 3))
-    for axis, key in zip(axes, ("norm of b", "loss"), strict=False):
-        for name, color in (("ignored", ORANGE), ("in the gradient", BLUE)):
-            axis.plot(alone[name][key], color=color, label=f"E[x] {name}")
-        axis.set(title=f"(a) b alone: {key}", xlabel="steps")
-    axes[0].legend()
-    for axis, key in zip(axes[2:], ("norm of b", "accuracy"), strict=True):
+    figure, grid = plt.subplots(2, 2, figsize=(7, 5.4))
+    for axis, key in zip(grid[0], ("norm of b", "loss"), strict=True):
+        for name, style in (("ignored", {"color": ORANGE}), ("in the gradient", {"color": BLUE, "ls": "--"})):
+            axis.plot(alone[name][key], label=f"E[x] {name}", **style)
+        axis.set(title=f"only b is trained: {key}", xlabel="steps")
+    grid[0, 0].legend()
+    for axis, key in zip(grid[1], ("norm of b", "accuracy"), strict=True):
         for run in runs:
             steps, values = zip(*((row["step"], row[key]) for row in run["rows"]), strict=True)
             name = f"{run['variant']}, rate {run['rate']:g}"
             axis.plot(steps, values, dashes[run["rate"]], color=VARIANTS[run["variant"]], label=name)
-        axis.set(title=f"(b) whole network: {key}", xlabel="steps")
-    axes[2].set_yscale("symlog", linthresh=0.01)
-    names, handles = axes[3].get_legend_handles_labels()[::-1]
-    figure.legend(handles, names, loc="outside lower right", ncols=len(rates), fontsize=7)
+        axis.set(title=f"the whole network is trained: {key}", xlabel="steps")
+    grid[1, 0].set_yscale("symlog", linthresh=0.01)
+    names, handles = grid[1, 1].get_legend_handles_labels()[::-1]
+    figure.legend(handles, names, loc="outside lower center", ncols=len(rates), fontsize=7)
     return figure
