@@ -1,4 +1,4 @@
-"""Blocks that spell batch normalization, sums and activations in the ways that popular networks do."""
+"""Blocks that combine batch normalization, sums and activations as popular networks do."""
 
 import torch
 import torch.nn.functional as F
@@ -6,7 +6,7 @@ from torch import nn
 
 
 class Block(nn.Module):
-    """A block with two convolutions, two norms, a shared activation and a shortcut; a given function is its forward."""
+    """A block with two convolutions, two norms, a shared activation and a shortcut. Its forward calls ``code``."""
 
     def __init__(self, code, activation=None):
         super().__init__()

@@ -30,7 +30,7 @@ if not torch.cuda.is_available():
 
 settings.register_profile(
     "batchnorm",
-    deadline=None,  # machines are noisy: no timed assertions
+    deadline=None,  # machines are noisy, so an example may take any time
     derandomize=True,
     max_examples=40,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
@@ -70,7 +70,7 @@ def device(request):
 
 @pytest.fixture
 def unwritten_is_nan():
-    """Fill new tensors with NaN, so that tests fail if a kernel leaves a value unwritten."""
+    """Fill uninitialized tensors with NaN, so that tests fail if a kernel leaves a value unwritten."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)

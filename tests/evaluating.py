@@ -1,4 +1,4 @@
-"""Image folders and shards with known pixels, and a network whose output can be computed by hand."""
+"""Image folders and shards with random pixels, and a small network with weights from a seed."""
 
 import io
 import tarfile
@@ -25,7 +25,7 @@ def folder(root, sizes, *, classes=CLASSES, split="val"):
 
 
 def shards(root, sizes, *, count=2, split="val"):
-    """Save the same images as tar shards; the label of image k is k modulo 3."""
+    """Save the images of :func:`folder` as tar shards; the label of image k is k modulo 3."""
     root.mkdir(parents=True, exist_ok=True)
     for part in range(count):
         with tarfile.open(root / f"{split}-{part:06d}.tar", "w") as tar:

@@ -29,9 +29,9 @@ def _source(node):
 
 
 def feeding(net, x):
-    """Return for each activation the paths of the BN layers that feed it, and the activation's name.
+    """For each activation that BN layers feed, return the layers' paths and the activation's name.
 
-    One of these layers can fuse the activation.
+    One of the layers can fuse the activation.
     """
     with warnings.catch_warnings(action="ignore"), torch.no_grad():
         exported = torch.export.export(net.eval(), (x,))

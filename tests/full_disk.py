@@ -1,4 +1,4 @@
-"""A disk that is full, as far as this process can tell."""
+"""Simulate a full disk."""
 
 from contextlib import contextmanager
 

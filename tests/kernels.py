@@ -32,7 +32,7 @@ def arranged(shape, layout, dtype, device, mean=3.0):
 
 
 def planned(x, parts, each=1, lanes=4, threads=128, kept=2):
-    """Return a plan of the resident kernel that keeps so few vectors on chip that even small tensors are read twice."""
+    """Return a plan of the resident kernel; by default, it keeps so little on chip that small inputs are read twice."""
     g = geometry_of(x)
     if not g.nhwc:
         lanes = resident.woven_lanes(g, x.element_size(), True) or 1

@@ -22,7 +22,7 @@ def scramble_(net):
 
 
 class BasicBlock(nn.Module):
-    """A residual block with one in-place ReLU module that is called twice, and a projection on the shortcut."""
+    """A residual block with one in-place ReLU module that is called twice; its shortcut may have a projection."""
 
     def __init__(self, inputs, outputs, stride=1, norm=nn.BatchNorm2d):
         super().__init__()
@@ -96,7 +96,7 @@ class InvertedResidual(nn.Module):
 
 
 class SharedConv(nn.Module):
-    """One convolution called twice, with a BN on one path only."""
+    """One convolution called twice, with a BN after the first call only."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The float64 oracle for tensors of any shape, and the table of tolerances for all tests."""
+"""The float64 oracle for tensors of any shape, and the table of tolerances by type."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,8 @@ from batchnorm.ops import Activation, reference
 from batchnorm.ops.activation import as_activation
 from batchnorm.ops.call import Call
 
-# For each type, how far a result may be from the float64 reference, relative to the tensor's largest value.
+# How far results of each type may be from the float64 reference: rtol is relative to each expected value, and atol is
+# relative to the tensor's largest expected value (see `assert_near`).
 TOLERANCE = {
     torch.float64: {"rtol": 1e-9, "atol": 1e-10},
     torch.float32: {"rtol": 2e-5, "atol": 2e-5},
@@ -59,7 +60,7 @@ def unrows(r: Tensor, like: Tensor, feature_dims: int = 1) -> Tensor:
     return r.reshape(*rest, *features).movedim(list(range(-feature_dims, 0)), list(range(1, 1 + feature_dims)))
 
 
-# Where the derivative of an activation jumps. If rounding moves z across one of these values, the gradient differs.
+# Where relu6's and hardswish's derivatives jump. If rounding moves z across one of these values, the gradient differs.
 KINKS = {"relu6": (0.0, 6.0), "hardswish": (-3.0, 3.0)}
 
 
@@ -145,7 +146,7 @@ def expect(
 def assert_near(
     actual: Tensor, expected: Tensor, dtype: torch.dtype, what: str = "", scale: float = 1.0, top=None
 ) -> None:
-    """Compare in float64 with the tolerance of ``dtype``, relative to ``top`` or else the largest expected value."""
+    """Compare in float64; atol of ``dtype`` is relative to ``top`` or else the largest expected value."""
     assert actual.shape == expected.shape, (what, actual.shape, expected.shape)
     tolerance = TOLERANCE[dtype]
     if top is None:

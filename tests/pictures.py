@@ -1,4 +1,4 @@
-"""Image sets for tests: generated images, or real images from ../shared/data if it exists."""
+"""Image sets for tests: generated images, and real images from shared/data."""
 
 import io
 import struct
@@ -54,7 +54,7 @@ def shared_data(name):
 
 
 def shared_file(name):
-    """Return the path of a file in shared, in this folder or any folder above it."""
+    """Return the path of shared/NAME in this folder or one above it; skip the test if there is none."""
     for parent in Path(__file__).resolve().parents:
         path = parent / "shared" / name
         if path.exists():

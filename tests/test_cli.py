@@ -1,4 +1,4 @@
-"""Test that a user's mistake gives a one-sentence error and a nonzero exit status before any work is done."""
+"""Test that commands report mistakes before any work, and need only the packages that they list."""
 
 import dataclasses
 import errno
@@ -53,7 +53,7 @@ def refused(words, capsys):
     out, err = capsys.readouterr()
     assert status == 2, out + err
     assert not out
-    assert not {*"╭│╰─"} & {*err}, "plain lines, which are easy to copy"
+    assert not {*"╭│╰─"} & {*err}, "box characters make an error hard to copy"
     return " ".join(err.split())
 
 
@@ -213,7 +213,7 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """Run each command, blocking the optional packages it does not need; return the folder and the printed texts."""
+    """Run the commands of SMALL, blocking packages that each does not need; return the folder and the printed texts."""
     folder, said = tmp_path_factory.mktemp("small"), {}
     striped_folder(folder / "images")
     (folder / "net.py").write_text(NET)

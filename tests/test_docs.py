@@ -78,8 +78,8 @@ def test_every_command_has_a_line():
     assert listed == [(name, command.does) for name, command in COMMANDS.items()]
 
 
-# The commands in code blocks, by page and start, in the order in which the tests below run them. A start may match
-# several commands.
+# The commands in code blocks, as pairs of a page and a command's first words, in the order in which the tests below
+# run them. A pair may match several commands.
 OWN_NETWORK = [
     *(("train.md", f"batchnorm {start}") for start in ("train", "predict", "fold", "compare")),
     ("fine-tuning.md", "batchnorm train"),

@@ -53,7 +53,10 @@ def deep(norm=bn.BatchNorm1d):
 
 
 class SharedTwice(nn.Module):
-    """Call ``shared`` on the input, and again after the layer ``before``; ``behind`` reads the first call's output."""
+    """Call ``shared`` on the input, and again after the layer ``before``; ``behind`` reads the first call's output.
+
+    With ``around``, ``before`` reads the output of ``behind``, so the second call depends on the first.
+    """
 
     def __init__(self, around):
         super().__init__()
@@ -400,7 +403,9 @@ def test_dropout_is_off_and_modes_momentum_and_other_buffers_come_back():
     assert net.bn.training
     assert net.bn.momentum == 0.37
     assert net.calls == 0
-    assert all(buffers[name] is b for name, b in net.named_buffers()), "the same tensors, for those who hold them"
+    assert all(buffers[name] is b for name, b in net.named_buffers()), (
+        "a buffer was replaced, although other code may hold it"
+    )
     assert net.bn.num_batches_tracked == 3
     assert not net.bn._forward_hooks
     assert not net.bn._forward_pre_hooks
@@ -423,7 +428,7 @@ def test_an_exception_leaves_the_network_bit_for_bit_as_it_was(upstream, broken)
             yield {"forward": torch.randn(5, 2), "values": torch.full((5, 3), float("nan"))}.get(broken, good[:1])
 
     if (broken, upstream) == ("single", "population"):
-        return  # no error: the variance of a single example is 0, and no layer normalizes by it
+        return  # no error: no layer normalizes by the statistics of the single example
     with pytest.raises((OSError, RuntimeError, ValueError)):
         bn.estimate_(net, Loader(), upstream=upstream)
     torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)

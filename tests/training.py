@@ -53,7 +53,6 @@ OPTIONS = {
 
 
 def train_small(data, out, recipe=None, **options):
-    """Train in this process."""
     torch.set_num_threads(1)
     return train(recipe or small(), Options(data, out, **{**OPTIONS, **options}))
 

@@ -18,5 +18,5 @@ def test_it_runs_and_leaves_a_result(tmp_path):
 def test_its_images_have_all_crops(tmp_path):
     (squares,) = open_squares(photographs(tmp_path, "val", 3), crops=Crops.of(144, 32), batch_size=36)
     assert [len(level) for level in squares.pixels] == [9, 9, 9, 9]
-    # Photographs of this size and quality take 30 to 150 kB.
+    # Photographs of this size and quality take 30 to 150 kB, so the generated images must be about as large.
     assert all(20_000 < path.stat().st_size < 200_000 for path in tmp_path.rglob("*.jpg"))

@@ -1,4 +1,4 @@
-"""Fine-tuning with batch and with frozen statistics, on a few generated images."""
+"""Test the benchmark of fine-tuning, with batch statistics and with frozen statistics, on a few generated images."""
 
 import json
 import shutil

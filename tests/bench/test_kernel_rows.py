@@ -56,7 +56,6 @@ def test_digest_knows_the_kernels_and_which_of_them_a_layer_gets(monkeypatch, tm
     monkeypatch.setattr(resident, "choose", lambda *_: None)
     digest.cache_clear()
     found.add(digest(*given))
-    # Change the code of each file in turn.
     shutil.copytree(Path(ops.__file__).parent, tmp_path / "ops")
     monkeypatch.setattr(ops, "__file__", str(tmp_path / "ops" / "__init__.py"))
     files = [path for path in (tmp_path / "ops" / "cuda").rglob("*") if path.suffix in (".py", ".cu")]

@@ -1,4 +1,4 @@
-"""A converted network and the stock one learn the same, by the same recipe."""
+"""Test the benchmark that trains a stock network and its converted form by the same recipe."""
 
 import json
 from pathlib import Path
@@ -44,7 +44,7 @@ def test_both_forms_train_by_the_same_recipe(images, tmp_path, capsys):
     assert written["data"] == {"train": {"images": 24, "classes": 3}, "val": {"images": 12, "classes": 3}}
     assert written["options"]["seeds"] == 2
     for stock, converted in zip(runs[:2], runs[2:], strict=True):
-        # The runs have the same weights, crops and order, so their losses differ only by rounding.
+        # The runs have the same initial weights, crops and order, so their losses differ only by rounding.
         assert converted.losses == pytest.approx(stock.losses, rel=1e-3)
         assert len(stock.accuracies) == 3
     assert runs[0].losses != runs[1].losses

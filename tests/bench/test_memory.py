@@ -76,7 +76,7 @@ def test_workspaces_are_not_tensors():
         b = torch.empty(1 << 21, dtype=torch.uint8, device=device)
         return a, b, torch.empty(1 << 20, dtype=torch.uint8, device=device)  # freed first, so it looks like a workspace
 
-    gc.collect()  # or peak_of_tensors would free what other tests left
+    gc.collect()  # otherwise, garbage of other tests could be freed during the call
     before = torch.cuda.memory_allocated()
     assert peak_of_tensors(call, device) - before == (1 << 20) + (1 << 21)
     assert peak(call, device)[0] - before == (1 << 20) + (1 << 23)

@@ -1,4 +1,4 @@
-"""Test the file of decoded images: it is never used for other data, and its errors never stop a run."""
+"""Test the file of decoded images: it is never used for other data, and errors with it never stop a run."""
 
 from pathlib import Path
 
@@ -138,4 +138,4 @@ def test_only_what_was_kept_is_discarded(data, tmp_path):
     (folder / "notes.txt").unlink()
     discard_decoded(folder)
     assert not folder.exists()
-    discard_decoded(folder)  # nothing there
+    discard_decoded(folder)  # without the folder, no error

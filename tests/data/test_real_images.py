@@ -1,4 +1,4 @@
-"""Test real images from files to normalized batches, if shared/data has them."""
+"""Test the pipeline from image files to normalized batches on real images, if shared/data has them."""
 
 import importlib.util
 import io

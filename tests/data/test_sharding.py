@@ -1,4 +1,4 @@
-"""Images made smaller while they are packed into shards."""
+"""Test shrinking images while they are packed into shards."""
 
 import io
 

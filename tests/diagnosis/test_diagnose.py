@@ -23,7 +23,7 @@ def data(count=6, m=64, features=6):
 
 
 class Net(nn.Module):
-    """Two normalized layers with dropout after the second; ``between`` runs before the second layer's affine map."""
+    """Two normalized layers with dropout after the second; ``between`` runs before ``fc2``."""
 
     def __init__(self, *, bias=False, between=None, **options):
         super().__init__()
@@ -148,7 +148,7 @@ class Subclass(nn.BatchNorm1d):
 
 
 class LeavesAlone(Net):
-    """A network whose train() leaves the second layer in evaluation mode."""
+    """A network whose train() leaves ``bn2`` in evaluation mode."""
 
     def train(self, mode=True):
         super().train(mode)

@@ -31,7 +31,7 @@ def test_accumulating_over_parts_is_a_batch_of_ghost_batches():
     ghost = accumulated(net(statistics=bn.Ghost(N // PARTS)), x, 1)
     torch.testing.assert_close(small, ghost)
     whole = accumulated(net(), x, 1)
-    assert (small[0] - whole[0]).abs().max() > 1e-3, "not the gradient of the batch of all parts"
+    assert (small[0] - whole[0]).abs().max() > 1e-3, "accumulated gradients are those of the whole batch"
 
 
 def test_the_effective_m_is_reported():

@@ -26,7 +26,7 @@ def test_channels_last_is_as_accurate_as_contiguous(channels):
 
 @pytest.mark.slow
 def test_more_than_2_to_the_31_elements():
-    # 4.3 GB of bfloat16. The second half has another value; indices near its end do not fit in int32.
+    # 4.3 GB of bfloat16. The last 2**14 examples have another value; indices near the end do not fit in int32.
     x = torch.ones(2**15 + 8, 1, 2**8, 2**8, dtype=torch.bfloat16)
     x[-(2**14) :] = 3
     assert x.numel() > 2**31

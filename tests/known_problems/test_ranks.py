@@ -1,4 +1,4 @@
-"""DistributedDataParallel keeps only rank 0's statistics (timm 110); here they are combined over the ranks."""
+"""DistributedDataParallel keeps only rank 0's statistics (timm 110); this library can combine those of all ranks."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""A last batch of one example (pytorch 7716) raises a helpful error; a policy or a sampler avoids it."""
+"""A last batch of one example (pytorch 7716) raises a helpful error; ``on_single`` or a sampler avoids it."""
 
 import pytest
 import torch

@@ -46,7 +46,7 @@ def test_decay_leaves_gamma_alone():
 
 
 class Conditional(bn.BatchNorm1d):
-    """Compute gamma from a condition."""
+    """A normalization with layers inside, such as those that compute gamma from a condition."""
 
     def __init__(self, features):
         super().__init__(features)

@@ -22,7 +22,6 @@ def draw(*shape, dtype=torch.float32, mean=0.0, std=1.0):
 
 
 def check(x, activation=None, with_residual=False, feature_dims=1, eps=EPS, scale=1.0):
-    """Run forward and backward on x and compare everything with the oracle."""
     features = x.shape[1 : 1 + feature_dims]
     x = x.detach().requires_grad_()
     gamma = ((torch.rand(features) + 0.5) * spread(activation)).requires_grad_()
@@ -158,7 +157,7 @@ def arrangements(draw_):
 def test_any_shape_stride_type_and_value(arrangement, dtype, activation, with_residual, eps, mean, std, seed):
     torch.manual_seed(seed)
     shape, steps, order = arrangement
-    # Take every step-th element of a dense tensor whose dimensions are stored in any order.
+    # Take every step-th element of a dense tensor whose dimensions are stored in this order.
     inverse = sorted(range(len(order)), key=order.__getitem__)
     stored = [shape[d] * steps[d] for d in order]
     x = draw(*stored, dtype=dtype, mean=mean, std=std).permute(inverse)

@@ -300,7 +300,7 @@ def test_the_backward_pass_keeps_x_and_five_numbers_a_channel():
     assert sum(t.numel() for t in kept) == x.numel() + layer.weight.numel()
     assert y.grad_fn.kept.shape == (5, 6)
     with torch.no_grad():
-        y.zero_()  # nobody needs it
+        y.zero_()  # the backward pass does not read y
     y.backward(torch.ones_like(y))
 
 

@@ -51,5 +51,5 @@ def test_every_plan_covers_its_tensor(rows, channels, nhwc, itemsize, backward):
     assert p.share % 8 == 0
     assert p.path != "once" or p.share <= p.T * p.R
     # Programs that wait for each other must all run at once: with 128 registers per thread, 16 warps fit on each of the
-    # 132 processors. A plan may use half of these warps, so that a second launch can run at the same time.
+    # 132 processors. A plan may use at most half of these, so that a second launch can run at the same time.
     assert p.path != "once" or p.alone or p.parts <= 132 * 16 // p.warps // 2

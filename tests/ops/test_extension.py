@@ -301,7 +301,6 @@ def one_step(layer, x, residual, dy):
 
 @pytest.fixture
 def built():
-    """Build the extension, start to use it, and return it."""
     extension.start(autograd._configure)
     assert extension.wait() is None
     return extension.module
@@ -358,7 +357,6 @@ def test_on_a_gpu_everything_unusual_still_works(built):
             found = torch.autograd.grad(layer(x).square().sum(), x)[0]
     torch.cuda.synchronize()
     assert torch.equal(found, expected)
-    # Compute a gradient of a gradient.
     (dx,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
     (ddx,) = torch.autograd.grad(dx.square().sum(), x)
     assert ddx.isfinite().all()
@@ -369,7 +367,6 @@ def test_on_a_gpu_everything_unusual_still_works(built):
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(captured, expected)
-    # Compile the layer as part of a network.
     with torch.no_grad():
         layer.weight.copy_(torch.rand(32))
     before = {k: v.clone() for k, v in layer.state_dict().items()}

@@ -43,7 +43,7 @@ def excite(input, weight, *rest, **options):
 
 
 def kept(function, *given):
-    """Return the output and the gradients, and how many large tensors are kept for the backward pass."""
+    """Return the output and the gradients, and how many tensors of shape SHAPE are kept for the backward pass."""
     leaves = [t.clone().requires_grad_() for t in given]
     shapes = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (shapes.append(t.shape), t)[1], lambda t: t):

@@ -522,7 +522,7 @@ def test_captured_in_a_graph():
             p.grad = None
         with bn.recompute():
             loss = net(x).square().sum()
-        # Otherwise, sums in the convolutions' gradients may differ from run to run.
+        # Nondeterministic algorithms would sum the convolutions' gradients in another order in each run.
         with torch.backends.cudnn.flags(enabled=True, deterministic=True, benchmark=False):
             loss.backward()
 

@@ -156,7 +156,7 @@ def test_launches_that_the_device_refuses(device, monkeypatch):
 
 @pytest.fixture
 def chosen(device, monkeypatch):
-    """Make the dispatcher choose the kernel for small tensors and on the CPU, too."""
+    """Make the dispatcher choose the resident kernel for small tensors, too, and on the CPU."""
     monkeypatch.setattr(resident, "megabytes_of", lambda *_: 100.0)
     monkeypatch.setattr(resident, "runs_on", lambda _: True)
     caches = (cached_pass._pass, resident.choose)
@@ -243,7 +243,7 @@ def test_explain_says_what_runs(chosen, monkeypatch, kind, activation):
     gamma = gamma.bfloat16() if kind == "bfloat16 gamma" else gamma
     x = misaligned(x) if kind == "misaligned x" else x
     residual = misaligned(residual) if kind == "misaligned residual" else residual
-    if kind == "misaligned and sliced":  # the library copies a residual that is not dense, and its copy is aligned
+    if kind == "misaligned and sliced":  # the library copies a residual that is not dense, and the copy is aligned
         residual = misaligned(torch.cat([residual, residual], 1))[:, :16]
     residual = residual.float() if kind == "float32 residual" else residual
     given = (x, gamma, beta, None if kind == "no residual" else residual)

@@ -2,8 +2,8 @@
 
 The Jacobian with respect to aW is that with respect to W, divided by a. If eps = 0, all this is exact for a > 0. For
 a < 0, the output changes its sign, so the paper's "for a scalar a" needs a > 0. If eps > 0, the output without gamma
-and beta is v * a/sqrt(a^2 var + eps), where v is Wu minus its mean. With c = sqrt((var + eps)/(var + eps/a^2)), this
-is c times the output at a = 1, so the relative difference is |c - 1|.
+and beta is v * a/sqrt(a^2 var + eps), where v is Wu minus its mean, and var is Wu's variance. This is c times the
+output at a = 1, with c = sqrt((var + eps)/(var + eps/a^2)), so the relative difference is |c - 1|.
 """
 
 import pytest
@@ -60,7 +60,7 @@ def test_jacobians(a):
 @pytest.mark.parametrize("eps", [1e-5, 1e-3, 0.1])
 @pytest.mark.parametrize("a", [0.01, 0.5, 3.0, 100.0])
 def test_jacobians_with_eps(a, eps):
-    # sqrt(a^2 Var + eps) = a sqrt(Var + eps / a^2): the layer with aW is the layer with W and another eps, exactly.
+    # sqrt(a^2 Var + eps) = a sqrt(Var + eps / a^2): the layer with aW and eps is the layer with W and eps / a^2.
     u, w, dy = problem()
     du, dw = torch.func.vjp(lambda u, w: layer(u, w, eps / a**2), u, w)[1](dy)
     du_a, dw_a = torch.func.vjp(lambda u, w: layer(u, w, eps), u, a * w)[1](dy)
@@ -93,7 +93,8 @@ def test_a_negative_scale_flips_the_sign():
 
 
 def test_larger_weights_get_smaller_gradients_and_stop_growing():
-    # The gradient is orthogonal to each unit's weight vector, so plain SGD can only lengthen it, ever more slowly.
+    # Each unit's gradient is orthogonal to its weight vector, so a step of plain SGD lengthens this vector. A longer
+    # vector has a smaller gradient, so its growth slows down.
     u, w, dy = problem()
     dw = torch.func.vjp(lambda w: layer(u, w, 0.0), w)[1](dy)[0]
     torch.testing.assert_close((dw * w).sum(1), torch.zeros(4, dtype=f64), rtol=0, atol=1e-9)

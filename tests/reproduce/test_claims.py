@@ -1,4 +1,4 @@
-"""Test short runs of the MNIST experiments of Sections 1 to 3: the results that they must show, and their files."""
+"""Test short runs of the MNIST experiments: the results that they must show, and their files."""
 
 import json
 
@@ -97,7 +97,7 @@ def test_section2_command(tmp_path):
     section2(Section2(bias_steps=20, steps=40, rates=(0.1,), processes=1, out=tmp_path))
     runs = {r["variant"]: r["rows"][-1] for r in written(tmp_path, "section2")["whole network"]}
     assert len(runs) == 3
-    # The gradient of BN with respect to b is zero: b stays where it was, up to rounding of float32.
+    # With BN, the gradient with respect to b is zero: b stays where it was, up to rounding of float32.
     assert runs["batch normalization"]["norm of b"] < 1e-4
     assert runs["centering outside the gradient"]["norm of b"] > 1e-3
 

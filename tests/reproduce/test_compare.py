@@ -89,7 +89,7 @@ def test_the_intervals():
     gap, low, high = difference(before, after, 10**12)
     half = 4.30 * math.sqrt(1e-4 / 3 + 4e-4 / 3)
     assert (gap, low, high) == pytest.approx((0.1, 0.1 - half, 0.1 + half), abs=1e-5)
-    # If all seeds agree, only the random choice of the validation images remains.
+    # If all seeds agree, only the random choice of the validation images makes the accuracy uncertain.
     assert interval([0.5, 0.5], 100) == pytest.approx((0.5 - 0.098, 0.5 + 0.098))
     assert verdict(gap, low, high).startswith("batch normalization helps: the difference is +10.0 points")
     assert verdict(-0.1, -0.2, -0.05).startswith("batch normalization hurts")

@@ -355,7 +355,7 @@ runs = [{ name = "faster", recipe = "bn-x5" }]
 
 @pytest.mark.slow
 def test_a_sitting_needs_only_the_result_files_of_the_ones_before(data, tmp_path):
-    """A finished sweep sets the rates of other runs, also in a later session that has only its result files."""
+    """A finished sweep sets the rates of other runs, also in a later session that has only the sweep's result files."""
     plan = tmp_path / "plan.toml"
     plan.write_text(SWEEP)
     run(data, plan, tmp_path / "whole", jobs=2)

@@ -76,7 +76,8 @@ def test_figure3(results):
     assert rows[0][:9] == [
         "inception", "2", "3,000 (never, 3,000)", "31.0M", "1.0", "1.0", "41.0% (40.0%, 42.0%)", "72.2%", "3,000",
     ]  # fmt: skip
-    # The best-tuned network without BN reaches 0.45 at step 2000. BN-Baseline's mean is 0.46 there, so the ratio is 1.
+    # The best-tuned network without BN reaches 0.45 at step 2000. BN-Baseline's mean also first reaches 0.45 at this
+    # step, where it is 0.46, so the ratio of the steps is 1.
     assert rows[1] == [
         "bn-baseline", "2", "2,000 (1,000, 2,000)", "13.3M", "1.5", "2.3", "46.0% (45.0%, 47.0%)", "72.7%", "2,000",
         "47.0%", "1.0 (1.0, 1.0)",
@@ -138,7 +139,7 @@ def test_a_baseline_with_a_rate_of_its_own_is_not_the_papers(results, tmp_path):
 
 
 def test_the_slope_of_the_end_is_stated(results):
-    # The last quarter, 3000 to 4000, rises by 2 points.
+    # In the last quarter, from step 3000 to 4000, the accuracy rises by 2 points.
     results.add("inception-seed0", {1000: 0.1, 3000: 0.4, 3500: 0.41, 4000: 0.42})
     assert "rises by 2.00 points (1 or more, so the runs are too short)" in figure3(results.read()).text
     results.add("inception-seed0", {1000: 0.1, 3000: 0.4, 3500: 0.401, 4000: 0.402})
@@ -274,7 +275,7 @@ def test_nothing_is_read_from_runs_that_fail_alike_with_and_without_bn(results):
     study = Study(PLAN, finished, untrusted)
     (part,) = [part for part in sections(Studies(study)) if part.heading == "Runs that do not count"]
     assert part.rows == [["run"], ["bn-x5-seed0"], ["inception-x5-kaiming"]]
-    # An early failure without BN counts if the networks with BN do better.
+    # An early failure without BN counts if no network with BN fails early.
     results.add("bn-x5-seed0", {400: 0.3})
     assert trusted(results.read()) == (results.read(), [])
 
@@ -360,7 +361,7 @@ def test_less_dropout(results, without, verdict):
     assert judged(results, REMOVED).verdict == judged(results, WORTH).verdict == "not run yet"
     with_dropout(results, "bn-baseline", 0, (without,) * 3)
     with_dropout(results, "bn-baseline", 40, (0.49, 0.50, 0.51))
-    # 4.30 * 0.01 * sqrt(4 / 3) = 4.97 points
+    # The noise of one run is t s sqrt(1 + 1/n), with n = 3 seeds, s = 0.01 and t = 4.30: 0.0497, which is 4.97 points.
     assert judged(results, REMOVED).verdict == verdict
     assert judged(results, REMOVED).found.endswith(" by seeds; noise of one run: 4.97)")
     assert "all runs of these networks overfit visibly: without BN, with BN." in dropout(results.read()).text
@@ -398,7 +399,8 @@ def test_dropout_is_not_tested_without_visible_overfitting(results, gap, losses)
 def test_ablation(results):
     results.add("ablation-seed0", final=0.49).add("ablation-seed1", final=0.51)
     results.add("ablation-rate", final=0.40)
-    # Two seeds: 12.71 * 0.01414 * sqrt(3 / 2) = 22 points.
+    # The noise of one run is t s sqrt(1 + 1/n). With n = 2 seeds, s = 0.01414 and t = 12.71, it is 0.22, which is 22
+    # points, so a difference of 10 points is not resolved.
     assert ablation(results.read()).rows[1] == ["increase learning rate", "40.0%", "+10.00 points", "not resolved"]
     results.add("ablation-seed2", final=0.50)
     results.add("ablation-shuffle", final=0.46).add("ablation-photometric", final=0.56)
@@ -479,7 +481,7 @@ def test_the_claims_at_every_choice_of_rates(results, tmp_path):
 
 def test_bn_trains_where_inception_fails(results):
     claim = "BN trains at higher rates"
-    sweeps(results)  # these decide nothing, because the highest rate tried differs with and without BN
+    sweeps(results)  # do not decide: the highest rates of the sweeps with and without BN differ
     assert judged(results, claim).verdict == "not run yet"
     of_three(results, "bn-baseline-x5", {400: 0.3})
     assert judged(results, claim).verdict == "not run yet"

@@ -61,7 +61,7 @@ def plan(tmp_path_factory):
 
 
 def run(data, plan, out, **options):
-    # With two jobs, each has half as many threads. Other tests use the same cores, so more threads would only wait.
+    # Two jobs get half of the threads each. Other tests use the same cores, so more threads would only wait.
     return fig4(Fig4(data, out, plan=plan, device="cpu", workers=0, jobs=2, **options))
 
 

@@ -32,7 +32,7 @@ def run(finished):
 
 @pytest.fixture
 def refusal(capsys):
-    """Run a command that must fail with an error, and return the one line that it prints."""
+    """Return a function that runs a command, which must fail, and returns the one line of its error message."""
 
     def refusal(*words):
         assert main([*map(str, words)]) == 2

@@ -1,4 +1,4 @@
-"""Test training with several processes over gloo: results are the same as with one process, also after restarts."""
+"""Test training with several processes over gloo: compared with one process, and restarted after a rank is killed."""
 
 import os
 import signal

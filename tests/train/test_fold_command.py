@@ -1,4 +1,4 @@
-"""Test ``batchnorm fold`` from the shell."""
+"""Test ``batchnorm fold``."""
 
 import json
 import subprocess

@@ -36,7 +36,7 @@ def test_the_table(name):
     assert recipe.name == name
     for field, expected in zip(FIELDS, TABLE[name], strict=True):
         assert getattr(recipe, field) == (pytest.approx(expected) if isinstance(expected, float) else expected), field
-    # Except for the name and the number of epochs, all other fields are the same in these recipes.
+    # The fields outside the table, except the name and the number of epochs, are the same in all these recipes.
     others = {f.name for f in fields(Recipe)} - {*FIELDS, "name", "epochs"}
     assert all(getattr(recipe, field) == getattr(RECIPES["inception"], field) for field in others)
     assert (recipe.batch_size, recipe.momentum, recipe.decay) == (32, 0.9, 0.96)

@@ -148,7 +148,7 @@ def test_images_are_counted_over_all_batches(run):
 
 @pytest.fixture
 def refused(refusal, tmp_path, files):
-    """Return load's error message for a bad folder, and check that the commands print the same message."""
+    """Return a function that returns load's error message for a folder, and checks that the commands print it, too."""
 
     def refused(folder):
         with pytest.raises((ValueError, FileNotFoundError)) as error:

@@ -65,7 +65,6 @@ def streams(monkeypatch):
 
 
 def stepped(net, aside, hooks=nullcontext):
-    """Return the weights after one step."""
     shadows = Shadows(net, aside)
     with torch.autocast("cpu", torch.bfloat16), hooks():
         y = shadows.run(IMAGES)
