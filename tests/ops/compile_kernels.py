@@ -8,6 +8,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from batchnorm.models.bn_inception.triton import average_pool, global_pool, max_pool, pixel_blocks, separable
+from batchnorm.ops.activation import NAMES, TWO_SLOPES
 from batchnorm.ops.cuda.triton import inference
 from batchnorm.ops.cuda.triton.backward import backward
 from batchnorm.ops.cuda.triton.forward import forward
@@ -55,9 +56,10 @@ def main():
     for kernel, form, way in itertools.product((forward, backward), (LAST, FIRST), (ALONE, MET, MANY, SUMS, REST)):
         build(kernel, form, way, "bf16", 1, plain)
         count += 1
-    for kernel, act in itertools.product((forward, backward), (0, 2, 3, 4, 5)):
-        absent = () if act > 2 else hidden if kernel is backward else ("running_mean", "running_var", "beta")
-        build(kernel, LAST, MET, "fp32", act, (*absent, "bits") if act > 2 else absent)
+    for kernel, (act, name) in itertools.product((forward, backward), enumerate(NAMES)):
+        smooth = name != "identity" and name not in TWO_SLOPES
+        absent = ("bits",) if smooth else hidden if kernel is backward else ("running_mean", "running_var", "beta")
+        build(kernel, LAST, MET, "fp32", act, absent)
         count += 1
     fourth = ("x3", "y3", "gamma3", "beta3", "running_mean3", "running_var3", "batches3", "skipped3", "dx3", "dy3")
     for kernel, way in itertools.product((forward_layers, backward_layers), (ALONE, MET, MANY, SUMS, REST)):
