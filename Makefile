@@ -1,4 +1,4 @@
-# On a fresh machine, run `make run` or `make test`. Both set up .venv themselves and can be run again.
+# On a fresh machine, run `make run` or `make test`. Both first set up .venv.
 PYTHON ?= python3
 VENV := .venv
 ifeq ($(OS),Windows_NT)

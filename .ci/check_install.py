@@ -1,7 +1,7 @@
-"""Check with pip's dry run that the packages of `make run` and `make test` can be installed on common machines.
+"""Check with pip's dry run that the packages of `make test`, which include those of `make run`, can be installed.
 
-The check covers every supported version of torch and Python, on Linux with and without CUDA, macOS and Windows. It
-resolves only the packages of `make test`, which include those of `make run`. Nothing is installed.
+The check covers every supported version of torch and Python, on Linux with and without CUDA, macOS and Windows. Nothing
+is installed.
 
     python .ci/check_install.py
 """

@@ -21,7 +21,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# These variables are removed, because with them the environment could import the package from the source tree.
+# Without these variables, which could make the new environment import the package from elsewhere.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
 # Quick tests that need no extras. They also compile the C kernel, whose source must be in the wheel.
 TESTS = """tests/layers tests/inference/test_fold.py tests/surgery/test_insert.py tests/test_population.py
@@ -75,7 +75,7 @@ def missing_files(wheel: Path) -> list[str]:
 
 
 def first_example(unpacked: Path) -> str:
-    """Return the first example of docs/index.md, but write a .pt2 file, because an ONNX file needs an extra."""
+    """Return the first example of docs/index.md, changed to write a .pt2 file, because ONNX files need an extra."""
     found = re.search(r"```python\n(.*?)```", (unpacked / "docs" / "index.md").read_text(), re.S)
     if found is None or "net.onnx" not in found[1]:
         raise SystemExit("check_package: docs/index.md should start with an example that writes net.onnx")
@@ -83,7 +83,7 @@ def first_example(unpacked: Path) -> str:
 
 
 def check(folder: Path) -> None:
-    """Build both packages in a folder, install them and use them."""
+    """Build the sdist and the wheel in a folder; install the wheel, and use it in a command, an example and tests."""
     unpacked, wheel = build(folder)
     if missing := missing_files(wheel):
         raise SystemExit(f"check_package: the wheel lacks {', '.join(missing)}")

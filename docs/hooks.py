@@ -120,7 +120,7 @@ def _rows(result: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _n(result: dict[str, Any]) -> str:
-    """Return the number of seeds, rounds or pairs of timings; if there is none, the number of rows, or "1 run"."""
+    """Return the number of seeds, rounds or pairs of timings; if there is none, that of members or rows, or "1 run"."""
     rows, settings = _rows(result), {**result.get("settings", {}), **result.get("options", {})}
     for word in REPEATED:
         found = {part[word] for part in (result, settings, *rows) if isinstance(part.get(word), int)}

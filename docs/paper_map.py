@@ -5,8 +5,8 @@ python docs/paper_map.py
 Each ``Row`` in ``SECTIONS`` is one part of the paper. Its tags select the classes and functions that implement this
 part, by name or by text in the ``Paper:`` lines of their docstrings. The row also lists the tests and commands of the
 part. tests/test_docs.py checks that the code, tests and commands exist, and that the page is up to date.
-tests/paper/test_map_of_the_paper.py compares the rows with the paper's text: there must be a row that quotes each
-paragraph, figure and algorithm.
+tests/paper/test_map_of_the_paper.py compares the rows with the paper's text: for each paragraph, figure and algorithm,
+some row must quote it.
 """
 
 import ast
@@ -205,7 +205,8 @@ SECTIONS: dict[str, list[Row]] = {
             ("reproduce section2",),
         ),
         Row(
-            r"The gradient needs both Jacobians of $\mathrm{Norm}(x, \mathcal{X})$; "
+            r"The gradient needs the Jacobians of $\mathrm{Norm}(x, \mathcal{X})$ with respect to $x$ and to "
+            r"$\mathcal{X}$; "
             '"ignoring the latter term would lead to the explosion described above"',
             ("Sec. 3, gradients", "ignores the dependence"),
             (
@@ -267,7 +268,8 @@ SECTIONS: dict[str, list[Row]] = {
             (f"{SIMPLIFICATIONS}::test_the_statistics_take_part_in_the_gradient",),
         ),
         Row(
-            'Joint whitening over a mini-batch: "resulting in singular covariance matrices"',
+            'Joint whitening: "the mini-batch size is likely to be smaller than the number of activations being '
+            'whitened, resulting in singular covariance matrices"',
             ("Alg. 1, l. 1-2",),
             (f"{SIMPLIFICATIONS}::test_a_mini_batch_smaller_than_the_number_of_activations_has_a_singular_covariance",),
         ),
@@ -291,7 +293,8 @@ SECTIONS: dict[str, list[Row]] = {
             (f"{COMPANIONS}::test_training_output_depends_on_companions_less_and_less_with_m",),
         ),
         Row(
-            r'$\sum \hat x_i = 0$ and $\frac{1}{m}\sum \hat x_i^2 = 1$: "fixed means and variances"',
+            r"Neglecting $\epsilon$, $\sum \hat x_i = 0$ and $\frac{1}{m}\sum \hat x_i^2 = 1$: "
+            '"fixed means and variances"',
             (LAYER, REFERENCE),
             (f"{IDENTITY}::test_normalized_values_have_mean_0_and_variance_1",),
         ),
@@ -477,6 +480,7 @@ SECTIONS: dict[str, list[Row]] = {
             ("reproduce jacobian",),
         ),
         Row(
+            r"If $\hat x$ and $\hat z = J \hat x$ are Gaussian and uncorrelated, "
             r"$I = \mathrm{Cov}[\hat z] = J\,\mathrm{Cov}[\hat x]\,J^T = JJ^T$: "
             '"all singular values of $J$ are equal to 1, which preserves the gradient magnitudes"',
             ("Sec. 3.3, z_hat",),
@@ -1031,8 +1035,8 @@ def page() -> str:
         "`batchnorm`, and the paths of tests are relative to `tests/`. [Results](results.md) shows what was measured.",
         "",
         "Text in quotation marks is from the paper. The tests do not train networks on ImageNet. For claims about such",
-        "training, they check only how a command judges its runs; the [results](results.md) have the verdicts.",
-        "If an entry has tests but no command, run the tests: `python -m pytest tests/TEST`.",
+        "training, they check only how a command judges its runs. The verdicts are on the pages of",
+        "[Figures 2 and 3](fig2.md) and [Figure 4](fig4.md). To run an entry's tests: `python -m pytest tests/TEST`.",
         "",
         "`python docs/paper_map.py` writes this page from its own table and from the `Paper:` lines of docstrings.",
         "",

@@ -1,4 +1,4 @@
-"""Take a residual network of your own through Algorithm 2 in four calls: insert, estimate_, fold, export."""
+"""Add batch normalization to a residual network of your own, train it, and ship it without batch normalization."""
 
 import statistics
 import tempfile

@@ -252,9 +252,10 @@ def claims_table(studies: Studies) -> Section:
     for claim, verdict in next(iter(columns.values())).items():
         rows.append([claim, verdict.paper, *(_cell(column.get(claim)) for column in columns.values())])
     text = (
-        "With at least three seeds of each network, a claim is confirmed if it holds for all seeds, and refuted if it"
-        " holds for none. Two networks are compared in all pairings of their seeds. A claim that holds for only some"
-        ' seeds is not resolved. With fewer than three seeds, "seen" and "not seen" replace "confirmed" and "refuted".'
+        "A claim is checked for every seed. If it compares two networks, it is checked for every pair of a seed of one"
+        ' network and a seed of the other; "by seeds" marks the values of these pairs. A claim is confirmed if it holds'
+        " in all cases, refuted if it holds in none, and not resolved otherwise. If a network has fewer than three seeds,"
+        ' "seen" and "not seen" replace "confirmed" and "refuted".'
     )
     if studies.dropout is not None and studies.dropout.finished:
         text += (

@@ -157,8 +157,9 @@ def _times_of_seeds(baseline: Seeds, network: Seeds) -> str:
 
 def _figure3_text(inception: Seeds, tuned: tuple[str, Seeds] | None) -> str:
     parts = [
-        "Accuracy is top-1 on validation images, with a single crop. Steps and maximum accuracies are those of the mean"
-        " curve over seeds and, in parentheses, of each seed's curve."
+        "Accuracy is top-1 on validation images, with a single crop. A network's mean curve is its accuracy, averaged"
+        " over its seeds at each validation. Steps and maximum accuracies are those of the mean curve and, in"
+        " parentheses, of each seed's curve."
     ]
     slope = end_slope(inception.curve)
     if slope is not None:
