@@ -250,6 +250,17 @@ def test_figure_1_prints_its_finding(ran):
     assert 'the paper: "The batch-normalized network enjoys the higher test accuracy."' in out
 
 
+def test_help_fills_its_lines(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    for command, told in (
+        ("bench networks", "returns a classifier, or a classifier and an example batch."),
+        ("train", "runs/compare-NAME; an unfinished run is resumed"),
+    ):
+        with pytest.raises(SystemExit):
+            main([*command.split(), "--help"])
+        assert told in capsys.readouterr().out
+
+
 WITHOUT_TYRO = """
 import sys
 sys.modules["tyro"] = None

@@ -64,13 +64,18 @@ def call_with(words: Sequence[str], function: Callable[..., Any], prog: str, des
         # Redirect output only while tyro parses; the function, which is called later, prints as usual.
         bound = function if is_dataclass(function) else wraps(function)(partial(partial, function))
         errors, output = io.StringIO(), _Output()
+        written = function.__doc__
         try:
+            # tyro would keep the line breaks within the description of an argument.
+            function.__doc__ = re.sub(r"\n {12}(?=\S)", " ", written or "")
             with redirect_stderr(errors), redirect_stdout(output):
                 made = TYRO.cli(bound, prog=prog, description=description, config=config, args=words, registry=registry)
         except SystemExit:
             print(_without_none(output.getvalue()), end="")
             print(_without_box(errors.getvalue(), prog), end="", file=sys.stderr)
             raise
+        finally:
+            function.__doc__ = written
         return made if bound is function else made()
     parser = ArgumentParser(prog=prog, description=description, allow_abbrev=False)
     make = _add_arguments(parser, function)

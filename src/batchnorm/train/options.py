@@ -23,18 +23,15 @@ class Options:
     """
 
     data: Path
-    """folder with train/CLASS/*.jpg and val/CLASS/*.jpg, or with train-*.tar and val-*.tar shards; with --validate,
-    only the training images are needed"""
+    """folder with train/CLASS/*.jpg and val/CLASS/*.jpg, or with tar shards; with --validate, val is not needed"""
     out: Path | None = None
-    """folder for the results, by default runs/NAME (for batchnorm compare, runs/compare-NAME); if the folder holds an
-    unfinished run of the same recipe, that run is resumed"""
+    """folder for the results, by default runs/NAME or, for compare, runs/compare-NAME; an unfinished run is resumed"""
     device: str = "auto"
     """cpu, cuda, or auto (a GPU if there is one)"""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """auto is bf16 on a GPU and fp32 on the CPU"""
     compile: Literal["network", "nothing"] | None = None
-    """what torch.compile compiles: network or nothing; the default is network if the paper's network is trained on
-    several GPUs, and nothing otherwise"""
+    """what torch.compile compiles; by default, network for the paper's network on several GPUs, otherwise nothing"""
     graph: bool | None = None
     """capture the training step as a CUDA graph; by default, only for the paper's network on a single GPU"""
     workers: int = WORKERS

@@ -254,8 +254,8 @@ def claims_table(studies: Studies) -> Section:
     text = (
         "A claim is checked for every seed. If it compares two networks, it is checked for every pair of a seed of one"
         ' network and a seed of the other; "by seeds" marks the values of these pairs. A claim is confirmed if it holds'
-        " in all cases, refuted if it holds in none, and not resolved otherwise. If a network has fewer than three seeds,"
-        ' "seen" and "not seen" replace "confirmed" and "refuted".'
+        " in all cases, refuted if it holds in none, and not resolved otherwise. If a network has fewer than three"
+        ' seeds, "seen" and "not seen" replace "confirmed" and "refuted".'
     )
     if studies.dropout is not None and studies.dropout.finished:
         text += (
