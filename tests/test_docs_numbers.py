@@ -51,6 +51,8 @@ def other_benchmarks():
     mean, worst = (bar["measured"] for bar in cpu["bars"])
     yield "networks", f"a step of a converted network takes {mean:.2f} times as long"
     yield "networks", f"ResNet-18 gains the least ({worst:.3f})"
+    (seconds,) = (row["convert_seconds"] for row in cpu["rows"] if row["network"] == "torchvision:resnet50")
+    yield "README", f"converting a ResNet-50 took [{seconds:.0f} s](results/networks-cpu.json)"
     without = [row["without_bn"] for row in cpu["rows"]]
     yield "networks", f"a step takes {math.prod(without) ** (1 / len(without)):.2f} times as long"
     host = result("host-h200")["rows"]
@@ -174,6 +176,7 @@ def mnist():
 
 @pytest.mark.parametrize("texts", [networks, other_benchmarks, mnist], ids=lambda function: function.__name__)
 def test_pages_have_the_numbers_of_the_result_files(texts):
-    pages = {path.stem: " ".join(path.read_text().replace("**", "").split()) for path in (ROOT / "docs").glob("*.md")}
+    paths = (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))
+    pages = {path.stem: " ".join(path.read_text().replace("**", "").split()) for path in paths}
     missing = [(page, text) for page, text in texts() if text not in pages[page]]
     assert not missing

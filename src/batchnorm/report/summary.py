@@ -180,34 +180,30 @@ def figures(results: Path) -> str:
 
 
 def _rates(r: Result) -> list[str]:
-    """Return sentences that compare the networks at the same rate and at their best rates, and that count the verdicts.
+    """Return a table that compares the networks at the same rate and at their best rates, and a count of the verdicts.
 
     Networks that did not reach Inception's best accuracy are left out.
 
     >>> _rates({"networks": {"inception": {"maximum": 0.2}}})
     []
     """
-    plain, normalized = (r["networks"].get(name) for name in ("inception", "bn-baseline"))
-    told = []
-    if plain and normalized and normalized["times fewer steps"]:
-        told.append(
-            f"At the same learning rate, BN-Baseline reaches Inception's best accuracy ({plain['maximum']:.1%}) in"
-            f" {normalized['times fewer steps']:.1f} times fewer steps than Inception. BN-Baseline's best accuracy is"
-            f" {normalized['maximum']:.1%}."
-        )
+    plain, same = r["networks"].get("inception"), r["networks"].get("bn-baseline")
+    rows = [("BN-Baseline", "both at the same learning rate", same)] if plain and same else []
     names = {"bn-baseline": "BN-Baseline", "bn-x5": "BN-x5"}
-    at_best = [
-        f"{names[name]} reaches Inception's best accuracy in {n['times fewer steps']:.1f} times fewer steps (its own"
-        f" best accuracy is {n['maximum']:.1%})"
-        for name, n in r.get("at its best rate", {}).items()
+    rows += [(names[name], "each at its own best rate", n) for name, n in r.get("at its best rate", {}).items()]
+    shown = [
+        [f"{name} against Inception, {rates}", f"{n['times fewer steps']:.1f} times fewer", f"{n['maximum']:.1%}"]
+        for name, rates, n in rows
         if n["times fewer steps"]
     ]
-    if at_best:
-        told.append(f"With each network at its own best rate, {', and '.join(at_best)}.")
+    told = []
+    if plain and shown:
+        header = ["", f"steps to Inception's best accuracy ({plain['maximum']:.1%})", "own best accuracy"]
+        told.append(table([header, *shown]))
     if found := [verdict["verdict"] for verdict in r.get("verdicts", ())]:
         counts = [f"{n} {what}" for what in ("confirmed", "refuted", "not resolved") if (n := found.count(what))]
         told.append(f"The paper's claims: {', '.join(counts)} ([table](docs/fig2.md#what-the-paper-found)).")
-    return [" ".join(told)] if told else []
+    return told
 
 
 def _narrow(row: list[str]) -> list[str]:
