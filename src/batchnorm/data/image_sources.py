@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -283,4 +284,5 @@ def _identifying(source: ImageSource) -> Iterable[bytes]:
     yield json.dumps([source.classes, source.shard_sizes]).encode()
     yield source.labels.tobytes()
     for example in sample_examples(source, 64):
-        yield source.read(example)
+        with contextlib.suppress(OSError):  # an unreadable file, such as a broken link, is skipped in training, too
+            yield source.read(example)

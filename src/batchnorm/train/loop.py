@@ -259,7 +259,7 @@ class _Training:
             return
         loss = torch.zeros(1, dtype=torch.float64, device=self.ranks.device)
         accuracy = self._accuracy(self.net, self.validation, loss)
-        mean = self.ranks.sum_(loss).item() / max(accuracy.examples, 1)
+        mean = self.ranks.sum_(loss).item() / accuracy.examples
         self.evaluated = self.step
         if self.logger is not None:
             self.logger.log({"step": self.step, **self._shown(accuracy), "val_loss": mean})
@@ -274,7 +274,12 @@ class _Training:
             net, self._interruptible(batches), self.normalize, self.ranks.device, bf16=self.bf16, loss=loss
         )
         net.train()
-        return Accuracy.of(self.ranks.sum_(counts))
+        accuracy = Accuracy.of(self.ranks.sum_(counts))
+        if not accuracy.examples:
+            raise ValueError(
+                f"{self.options.data}: none of the {batches.num_examples} validation images can be read: replace them"
+            )
+        return accuracy
 
     def _interruptible(self, batches: ImageBatches) -> Iterator[tuple[Tensor, Tensor]]:
         for batch in batches.epoch(0):
