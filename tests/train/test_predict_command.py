@@ -1,6 +1,7 @@
 """Test ``batchnorm predict`` on a small trained run."""
 
 import csv
+import io
 import os
 import shutil
 import sys
@@ -51,6 +52,14 @@ def test_a_file_name_that_is_not_utf_8(finished, tmp_path, files):
     shutil.copy(files[0], odd)
     assert main(["predict", str(finished), str(odd), "--csv", str(output), "--device", "cpu"]) == 0
     assert output.read_bytes().splitlines()[1].startswith(os.fsencode(odd))
+
+
+def test_a_file_name_that_the_output_cannot_encode(finished, tmp_path, files, monkeypatch):
+    odd, output = tmp_path / "gr\N{LATIN SMALL LETTER U WITH DIAERESIS}n.png", io.BytesIO()
+    shutil.copy(files[0], odd)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding="ascii"))
+    assert main(["predict", str(finished), str(odd), "--device", "cpu"]) == 0
+    assert b"/gr\\xfcn.png: class" in output.getvalue()
 
 
 def test_predict_refuses_what_is_no_image(finished, tmp_path, files, refusal):
