@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import traceback
@@ -226,6 +227,9 @@ def main(arguments: list[str] | None = None) -> int:
     The status is 0 on success, 1 if a part of the work failed or the output was closed, 2 for wrong usage or another
     error that the user can fix, and 130 if the command was stopped, for example with Ctrl-C.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        # A name that the output's encoding lacks must not end a command before all its results are printed.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status = _run(sys.argv[1:] if arguments is None else arguments)
         sys.stdout.flush()

@@ -33,10 +33,14 @@ def test_a_share_of_each_class_is_held_out(tmp_path):
             assert source.classes[label] in source.name(k)
 
 
-def test_where_the_data_lies_does_not_decide_what_is_held_out(tmp_path):
+def test_where_the_data_lies_does_not_decide_what_is_held_out(tmp_path, monkeypatch):
     data = image_folder(tmp_path / "data", [(8, 8)] * 12)
     moved = shutil.copytree(data, tmp_path / "elsewhere")
     assert names(moved, "train[:0.3]") == names(data, "train[:0.3]")
+    held_out = open_source(data, "train[:0.3]").examples.tolist()
+    for here, path in ((data, "."), (tmp_path, "data"), (data / "train", "..")):
+        monkeypatch.chdir(here)
+        assert open_source(path, "train[:0.3]").examples.tolist() == held_out
 
 
 def test_the_separator_of_paths_does_not_decide_what_is_held_out(tmp_path, monkeypatch):

@@ -225,6 +225,19 @@ def corrupt_examples(batches):
 
 
 @pytest.mark.parametrize("cache", ["none", "device"])
+def test_positions_in_a_step_count_corrupt_files_on_all_ranks(damaged, cache):
+    def numbered(world_size):
+        options = {"size": 4, "batch_size": 8, "train": True, "cache": cache, "world_size": world_size}
+        ranks = [open_images(damaged, rank=rank, **options).numbered_epoch(0) for rank in range(world_size)]
+        for parts in zip(*ranks, strict=True):
+            yield {p: k for images, _, rows in parts for p, k in zip(rows.tolist(), contents(images), strict=True)}
+
+    whole = list(numbered(1))
+    assert [len(step) for step in whole] != [1 + max(step) for step in whole]  # a file before the last one is corrupt
+    assert whole == list(numbered(2))
+
+
+@pytest.mark.parametrize("cache", ["none", "device"])
 def test_too_many_corrupt_files_stop_with_their_names(damaged, cache):
     with pytest.raises(
         TooManyCorruptError, match=r"2 files could not be read, more than max_corrupt=1: .* the first ones: .*png.*Unid"

@@ -72,6 +72,14 @@ def test_two_are_kept(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000000003", "step-000000004"]
 
 
+def test_those_of_later_steps_are_removed(tmp_path):
+    for step in (7, 8, 3):  # the run was started over
+        save(tmp_path, step, MODEL, STATE)
+    assert load_latest(tmp_path).step == 3
+    save(tmp_path, 4, MODEL, STATE)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-000000003", "step-000000004"]
+
+
 def truncate(path):
     os.truncate(path / "model.safetensors", 40)
 

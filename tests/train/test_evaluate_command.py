@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from batchnorm.layers import BatchNorm
 from batchnorm.train import RECIPES
 from batchnorm.train.evaluate_command import evaluate
 from batchnorm.train.recipe import BN_X30, MEMBERS
-from batchnorm.train.saved_runs import open_run
+from batchnorm.train.saved_runs import check_classes, open_run
 
 
 def one_of_each(root, *classes):
@@ -82,6 +83,17 @@ def test_other_classes(runs, tmp_path):
         one_of_each(tmp_path / "b", "class0", "class1", "zebra"),
         runs / "plain",
     )
+
+
+def test_numbers_as_names_must_be_in_the_same_order():
+    labels = [str(k) for k in range(11)]  # the names of classes in shards without classes.txt
+    check_classes(Path("run"), labels, labels)
+    check_classes(Path("run"), [f"class{k}" for k in range(11)], labels)
+    folders = sorted(labels)
+    check_classes(Path("run"), folders, folders)
+    for trained, found in ((folders, labels), (labels, folders)):
+        with pytest.raises(ValueError, match=r"class 2 is '\d+' in the run, but '\d+' in the data"):
+            check_classes(Path("run"), trained, found)
 
 
 def test_not_a_run(data, runs, tmp_path):

@@ -174,7 +174,7 @@ def test_a_longer_run_goes_on(data, tmp_path):
 def test_a_run_is_not_made_shorter_than_it_is(data, tmp_path):
     train_small(data, tmp_path, small(epochs=2))
     with pytest.raises(
-        ValueError, match="has already trained for 8 steps, but --epochs 1 gives only 4 steps: increase --epochs"
+        ValueError, match="has already trained for 8 steps, but this command has only 4: increase --epochs"
     ):
         train_small(data, tmp_path, small(epochs=1))
     assert Recipe.read(tmp_path / "recipe.json").epochs == 2
@@ -263,6 +263,21 @@ def test_files_that_cannot_be_read_are_listed(data, tmp_path):
     assert result.corrupt == 2
     assert all("broken.png" in file for file in result.corrupt_files)
     assert "2 file(s) could not be read and were skipped:\n  " in _summary(result, tmp_path)
+
+
+def test_a_link_to_nowhere_is_an_unreadable_image(data, tmp_path):
+    broken = shutil.copytree(data, tmp_path / "broken")
+    (broken / "train/class0/link.png").symlink_to(tmp_path / "nowhere.png")
+    result = train_small(broken, tmp_path / "run", small(epochs=0.5))
+    assert "link.png" in result.corrupt_files[0]
+
+
+def test_validation_without_a_readable_image_is_an_error(data, tmp_path):
+    broken = shutil.copytree(data, tmp_path / "broken")
+    for file in (broken / "val").rglob("*.png"):
+        file.unlink() if file.name == "0.png" else file.write_bytes(b"no image")
+    with pytest.raises(ValueError, match="none of the 9 validation images can be read"):
+        train_small(broken, tmp_path / "run", small(epochs=1))
 
 
 def test_a_network_without_batch_normalization_has_no_statistics(data, tmp_path):

@@ -128,8 +128,10 @@ def test_a_killed_run_goes_on(data, source, tmp_path):
 @pytest.mark.dist
 def test_two_ranks_learn_what_one_process_learns(data, source, tmp_path):
     data = shutil.copytree(data, tmp_path / "data")
-    broken = sorted(data.joinpath("val").rglob("*.png"))[-1]  # the second rank reads this image
-    broken.write_bytes(b"no image")
+    # The first rank reads the broken training image, in step 0; the second rank reads the broken validation image.
+    broken = [sorted(data.joinpath(split).rglob("*.png"))[-1] for split in ("train", "val")]
+    for file in broken:
+        file.write_bytes(b"no image")
     recipe = small(factory=f"{source}:steady", normalize="insert", statistics="sync", rate=0.05, epochs=1)
     alone = train_small(data, tmp_path / "one", recipe, evaluate_every=0)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "batchnorm"]
@@ -142,7 +144,7 @@ def test_two_ranks_learn_what_one_process_learns(data, source, tmp_path):
     result = json.loads((tmp_path / "two" / "result.json").read_text())
     assert (result["steps"], result["hardware"]["ranks"]) == (alone.steps, 2)
     assert result["corrupt_files"] == list(alone.corrupt_files)
-    assert [Path(file.split(" (")[0]).name for file in result["corrupt_files"]] == [broken.name]
+    assert [Path(file.split(" (")[0]) for file in result["corrupt_files"]] == broken
     one, two = (open_run(tmp_path / name, trust=True).trained()[0] for name in ("one", "two"))
     torch.testing.assert_close(list(two.parameters()), list(one.parameters()), rtol=1e-3, atol=1e-4)
 

@@ -1,7 +1,12 @@
 """Test ``batchnorm predict`` on a small trained run."""
 
 import csv
+import io
+import os
+import shutil
+import sys
 
+import pytest
 import torch
 
 from batchnorm.cli import main
@@ -39,6 +44,22 @@ def test_files_that_cannot_be_read_are_named_at_the_end(finished, tmp_path, file
     output.unlink()
     assert main(["predict", str(finished), str(tmp_path / "text.png"), "--csv", str(output), "--device", "cpu"]) == 1
     assert not output.exists()
+
+
+@pytest.mark.skipif(sys.platform == "darwin", reason="file names are UTF-8 on macOS")
+def test_a_file_name_that_is_not_utf_8(finished, tmp_path, files):
+    odd, output = tmp_path / os.fsdecode(b"caf\xe9.png"), tmp_path / "out.csv"
+    shutil.copy(files[0], odd)
+    assert main(["predict", str(finished), str(odd), "--csv", str(output), "--device", "cpu"]) == 0
+    assert output.read_bytes().splitlines()[1].startswith(os.fsencode(odd))
+
+
+def test_a_file_name_that_the_output_cannot_encode(finished, tmp_path, files, monkeypatch):
+    odd, output = tmp_path / "gr\N{LATIN SMALL LETTER U WITH DIAERESIS}n.png", io.BytesIO()
+    shutil.copy(files[0], odd)
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(output, encoding="ascii"))
+    assert main(["predict", str(finished), str(odd), "--device", "cpu"]) == 0
+    assert b"/gr\\xfcn.png: class" in output.getvalue()
 
 
 def test_predict_refuses_what_is_no_image(finished, tmp_path, files, refusal):

@@ -108,6 +108,24 @@ def test_an_empty_file_is_no_state_dict(tmp_path):
         read_state_dict(tmp_path / "empty.pt")
 
 
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [
+        (
+            {"epoch": 3, "state_dict": {"w": torch.zeros(2)}},
+            r"holds other dicts \(state_dict\) instead of tensors: save",
+        ),
+        ({0: torch.zeros(2)}, "is not a state dict, because 0 is not a name: save net.state_dict"),
+        ({"w": torch.zeros(2, device="meta")}, "w is a meta tensor"),
+        ({"w": torch.eye(2).to_sparse()}, "w is a sparse tensor"),
+    ],
+)
+def test_entries_that_no_network_can_load(tmp_path, state, says):
+    torch.save(state, tmp_path / "odd.pt")
+    with pytest.raises(ValueError, match=rf"odd\.pt.*{says}"):
+        read_state_dict(tmp_path / "odd.pt")
+
+
 def test_the_statistics_of_a_frozen_source_move_again(source, tmp_path):
     frozen = network(source, normalize="convert")
     bn.freeze_(frozen)

@@ -62,18 +62,25 @@ class DeviceCache:
             row = rows.stop
         return cls(images, labels, row_of, sizes, corrupt)
 
-    def batch(self, request: Request, crop: Crop, size: int) -> tuple[Tensor, Tensor]:
-        """Return the crops of a request, of shape (n, size, size, 3), and their labels; corrupt images are left out."""
+    def batch(self, request: Request, crop: Crop, size: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the crops of a request, of shape (n, size, size, 3), their labels, and their positions in the request.
+
+        Corrupt images are left out.
+        """
         side = self.images.shape[1]
         boxes = [
             choose(w, h).scaled(side / w, side / h)
             for choose, (w, h) in zip(crop(request), self.sizes[request.examples].tolist(), strict=True)
             if w
         ]
-        rows = self.row_of[request.examples]
-        index = _to(torch.from_numpy(rows[rows >= 0]), self.images.device)
+        found = self.row_of[request.examples]
+        index = _to(torch.from_numpy(found[found >= 0]), self.images.device)
         cut = _to(torch.tensor(boxes, dtype=torch.float32).view(-1, 4), self.images.device)
-        return crop_resize(self.images[index], cut, size), self.labels[index]
+        return (
+            crop_resize(self.images[index], cut, size),
+            self.labels[index],
+            torch.from_numpy(np.flatnonzero(found >= 0)),
+        )
 
 
 def open_decoded(

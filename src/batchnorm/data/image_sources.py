@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -104,7 +105,10 @@ class PartSource:
         decides which images are held out, so the choice is the same for every seed and on every machine.
         """
         whole = open_source(root, split)
-        names = [whole.name(k).removeprefix(str(root)).replace(os.sep, "/") for k in range(len(whole.labels))]
+        # The folder's path ends with a separator, but is empty if the folder is ".".
+        folder = str(root / "_").replace(os.sep, "/").removesuffix("_")
+        paths = (whole.name(k).replace(os.sep, "/") for k in range(len(whole.labels)))
+        names = [f"/{path.removeprefix(folder)}" for path in paths]
         ranked = np.array(sorted(range(len(names)), key=lambda k: hashlib.sha256(os.fsencode(names[k])).digest()))
         chosen = np.zeros(len(names), dtype=bool)
         for label, name in enumerate(whole.classes):
@@ -283,4 +287,5 @@ def _identifying(source: ImageSource) -> Iterable[bytes]:
     yield json.dumps([source.classes, source.shard_sizes]).encode()
     yield source.labels.tobytes()
     for example in sample_examples(source, 64):
-        yield source.read(example)
+        with contextlib.suppress(OSError):  # an unreadable file, such as a broken link, is skipped in training, too
+            yield source.read(example)

@@ -99,26 +99,39 @@ class ImageBatches:
             TooManyCorruptError: if this process finds more than ``max_corrupt`` unreadable files, or if a training
                 batch has fewer than two readable images.
         """
+        for images, labels, _ in self.numbered_epoch(epoch, start):
+            yield images, labels
+
+    def numbered_epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield the same batches as :meth:`epoch`, each with its images' positions in the step.
+
+        Positions count the examples of all ranks, including corrupt ones. Random numbers that are chosen by position do
+        not depend on the number of ranks, nor on which of the other images are corrupt.
+
+        Raises:
+            ValueError: for the same reasons as :meth:`epoch`.
+            TooManyCorruptError: for the same reasons as :meth:`epoch`.
+        """
         if not 0 <= start <= len(self):
             raise ValueError(f"start={start} is out of range: an epoch has {len(self)} steps")
         requests = _requests(self.order, epoch, start)
-        for step, (images, labels) in enumerate(self._batches(requests), start):
+        for step, (images, labels, rows) in enumerate(self._batches(requests), start):
             if self.order.train and len(labels) < 2:
                 raise TooManyCorruptError(
                     f"step {step} of epoch {epoch} has {len(labels)} readable image(s), too few for batch"
                     " normalization: replace or remove the files that could not be read; the first ones:"
                     f" {self._listed()}"
                 )
-            yield images.permute(0, 3, 1, 2), labels
+            yield images.permute(0, 3, 1, 2), labels, rows + self.order.rows(step).start
 
-    def _batches(self, requests: Iterable[Request]) -> Iterator[tuple[Tensor, Tensor]]:
+    def _batches(self, requests: Iterable[Request]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         if isinstance(self._load, DeviceCache):
             for request in requests:
                 yield self._load.batch(request, self._crop, self.size)
             return
         for part in self._load(requests):
             self._note(part.corrupt)
-            yield part.images, part.labels
+            yield part.images, part.labels, part.rows
 
     def _note(self, corrupt: list[CorruptFile]) -> None:
         self._corrupt |= {file.example: file for file in corrupt}

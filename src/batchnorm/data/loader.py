@@ -48,6 +48,7 @@ class Decoded(NamedTuple):
     images: Tensor
     labels: Tensor
     examples: Tensor
+    rows: Tensor  # the position of each image in the request
     sizes: Tensor  # width and height of each original image
     corrupt: list[CorruptFile]
 
@@ -83,17 +84,24 @@ class BatchReader(Dataset[Decoded]):
 
     def __getitem__(self, request: Request) -> Decoded:
         images = torch.empty(len(request.examples), self.size, self.size, 3, dtype=torch.uint8)
-        kept: list[int] = []
+        rows: list[int] = []
         sizes: list[tuple[int, int]] = []
         corrupt: list[CorruptFile] = []
-        for example, choose in zip(request.examples.tolist(), self.crop(request), strict=True):
+        for row, (example, choose) in enumerate(zip(request.examples.tolist(), self.crop(request), strict=True)):
             try:
-                sizes.append(decode_crop(self.source.read(example), choose, images[len(kept)]))
-                kept.append(example)
+                sizes.append(decode_crop(self.source.read(example), choose, images[len(rows)]))
+                rows.append(row)
             except (CorruptImageError, OSError) as error:
                 corrupt.append(CorruptFile(example, self.source.name(example), str(error)))
-        labels = torch.from_numpy(self.source.labels[kept])
-        return Decoded(images[: len(kept)], labels, torch.tensor(kept), torch.tensor(sizes).view(-1, 2), corrupt)
+        kept = request.examples[rows]
+        return Decoded(
+            images[: len(rows)],
+            torch.from_numpy(self.source.labels[kept]),
+            torch.from_numpy(kept),
+            torch.tensor(rows, dtype=torch.int64),
+            torch.tensor(sizes).view(-1, 2),
+            corrupt,
+        )
 
 
 class _Requests:

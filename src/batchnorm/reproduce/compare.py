@@ -111,7 +111,7 @@ def compare(
     # Before any training, raise an error if the folder of a run was created with other settings.
     for one in trainings:
         if (one.folder / "recipe.json").exists():
-            claim_folder(one.folder, one.recipe, data, planned_steps=planned)
+            claim_folder(one.folder, one.recipe, data, planned_steps=steps)
     waiting = [one for one in trainings if not one.finished()]
     print(
         f"{chosen.factory} without batch normalization (--normalize {changes[False]}) and with it"

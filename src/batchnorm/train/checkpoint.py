@@ -41,9 +41,10 @@ class Checkpoint(NamedTuple):
 
 
 def save(folder: Path, step: int, model: dict[str, Tensor], state: dict[str, Any]) -> Path:
-    """Write a checkpoint atomically, remove all checkpoints except the two newest, and return the new one's folder.
+    """Write a checkpoint atomically, remove all others except the last one of an earlier step, and return its folder.
 
-    A crash while writing leaves no incomplete checkpoint.
+    A crash while writing leaves no incomplete checkpoint. Checkpoints of later steps, which :func:`load_latest` would
+    prefer, are also removed: they are damaged, or from an earlier run in the same folder.
 
     Args:
         folder: the folder of the run's checkpoints; created if missing.
@@ -89,7 +90,9 @@ def save(folder: Path, step: int, model: dict[str, Tensor], state: dict[str, Any
         raise
     sync(folder)
     shutil.rmtree(replaced, ignore_errors=True)
-    for old in _newest_first(folder)[KEPT:]:
+    others = [path for path in _newest_first(folder) if path != final]
+    earlier = [path for path in others if _step_of(path) < step]
+    for old in {*others} - {*earlier[: KEPT - 1]}:
         shutil.rmtree(old)
     return final
 
@@ -128,7 +131,7 @@ def load_latest(folder: Path) -> Checkpoint | None:
 
 def newest_step(folder: Path) -> int | None:
     """Return the step of the newest checkpoint, intact or not, or None if there are no checkpoints."""
-    return max((int(path.name[5:]) for path in _newest_first(folder)), default=None)
+    return max(map(_step_of, _newest_first(folder)), default=None)
 
 
 def load(path: Path) -> Checkpoint:
@@ -199,7 +202,11 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 
 def _newest_first(folder: Path) -> list[Path]:
     complete = [path for path in folder.glob("step-*") if path.is_dir() and path.name[5:].isdigit()]
-    return sorted(complete, key=lambda path: int(path.name[5:]), reverse=True)
+    return sorted(complete, key=_step_of, reverse=True)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step-"))
 
 
 def difference(expected: Mapping[str, Any], state: Mapping[str, Any]) -> str:

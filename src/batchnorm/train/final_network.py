@@ -79,7 +79,7 @@ def augmented_batches(
     batches: ImageBatches, augment: Augment, *, epoch: int, seed: int, count: int
 ) -> Iterator[Tensor]:
     """Yield the first ``count`` training batches of an epoch, augmented as in training."""
-    for k, (images, labels) in enumerate(islice(batches.epoch(epoch), count)):
+    for k, (images, _, positions) in enumerate(islice(batches.numbered_epoch(epoch), count)):
         generator = torch.Generator().manual_seed(seed_at(seed, 3, k))
-        draws = augment.draw(batches.order.step_size(k), generator)[batches.order.rows(k)]
-        yield augment(images, draws[: len(labels)].to(images.device))
+        draws = augment.draw(batches.order.step_size(k), generator)[positions]
+        yield augment(images, draws.to(images.device))

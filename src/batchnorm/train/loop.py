@@ -164,8 +164,8 @@ class _Training:
         self._evaluate_if_due()
         while self.step < self.total_steps:
             epoch, start = divmod(self.step, len(self.batches))
-            for k, (images, labels) in enumerate(self.batches.epoch(epoch, start), start):
-                self._train_on(images, labels, k)
+            for k, batch in enumerate(self.batches.numbered_epoch(epoch, start), start):
+                self._train_on(*batch, k)
                 if (self.step % self.options.log_every == 0 or self._evaluation_due()) and not self._log():
                     return True
                 self._monitor_if_due()
@@ -180,7 +180,7 @@ class _Training:
                     break
         return False
 
-    def _train_on(self, images: Tensor, labels: Tensor, k: int) -> None:
+    def _train_on(self, images: Tensor, labels: Tensor, positions: Tensor, k: int) -> None:
         """Take one step.
 
         The random numbers of a step depend only on the seed, the step and the rank, so checkpoints need not store the
@@ -189,8 +189,8 @@ class _Training:
         rate = self.recipe.rate_at(self.step, len(self.batches))
         self._seed(seed_at(self.recipe.seed, 1, self.step, self.ranks.rank))  # dropout uses this seed
         generator = torch.Generator().manual_seed(seed_at(self.recipe.seed, 2, self.step))
-        draws = self.augment.draw(self.batches.order.step_size(k), generator)[self.batches.order.rows(k)]
-        self.train_step(images, labels, draws[: len(labels)], rate)
+        draws = self.augment.draw(self.batches.order.step_size(k), generator)[positions]
+        self.train_step(images, labels, draws, rate)
         self.step += 1
         if self.logger is not None:
             self.logger.advance(self.step)
@@ -259,7 +259,7 @@ class _Training:
             return
         loss = torch.zeros(1, dtype=torch.float64, device=self.ranks.device)
         accuracy = self._accuracy(self.net, self.validation, loss)
-        mean = self.ranks.sum_(loss).item() / max(accuracy.examples, 1)
+        mean = self.ranks.sum_(loss).item() / accuracy.examples
         self.evaluated = self.step
         if self.logger is not None:
             self.logger.log({"step": self.step, **self._shown(accuracy), "val_loss": mean})
@@ -274,7 +274,12 @@ class _Training:
             net, self._interruptible(batches), self.normalize, self.ranks.device, bf16=self.bf16, loss=loss
         )
         net.train()
-        return Accuracy.of(self.ranks.sum_(counts))
+        accuracy = Accuracy.of(self.ranks.sum_(counts))
+        if not accuracy.examples:
+            raise ValueError(
+                f"{self.options.data}: none of the {batches.num_examples} validation images can be read: replace them"
+            )
+        return accuracy
 
     def _interruptible(self, batches: ImageBatches) -> Iterator[tuple[Tensor, Tensor]]:
         for batch in batches.epoch(0):

@@ -104,4 +104,4 @@ def _write(path: Path, classes: tuple[str, ...], files: list[Path], probabilitie
     rows.writerow(["image", *classes])
     for file, row in zip(files, probabilities.tolist(), strict=True):
         rows.writerow([file, *(f"{p:.9g}" for p in row)])
-    write_atomically(path, text.getvalue().encode())
+    write_atomically(path, text.getvalue().encode(errors="surrogateescape"))  # file names may not be UTF-8

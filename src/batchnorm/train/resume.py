@@ -57,8 +57,8 @@ def claim_folder(
     taken = checkpoint.newest_step(out / "checkpoints") or 0
     if planned_steps is not None and taken > planned_steps:
         raise ValueError(
-            f"the run in {out} has already trained for {taken:,} steps, but --epochs {recipe.epochs:g} gives only"
-            f" {planned_steps:,} steps: increase --epochs, or choose another --out"
+            f"the run in {out} has already trained for {taken:,} steps, but this command has only {planned_steps:,}:"
+            " increase --epochs (or --max-steps), or choose another --out"
         )
     if data is not None and not known.exists():
         write_atomically(known, json.dumps(data).encode())

@@ -142,7 +142,8 @@ def check_classes(folder: Path, trained: Sequence[str], found: Sequence[str]) ->
     """Check that a run's classes match those of the data.
 
     Classes from shards without classes.txt have numbers as names. If the classes of the run or of the data have
-    such names, only the number of classes is compared.
+    such names, only the number of classes is compared, unless both have the same names: folders named 0 to 10 are in
+    another order than labels, because they are sorted as text.
 
     Raises:
         ValueError: if the classes differ.
@@ -158,7 +159,7 @@ def check_classes(folder: Path, trained: Sequence[str], found: Sequence[str]) ->
             f"{folder} was trained on {len(trained)} classes, but the data has {len(found)}: give data with the same"
             " classes"
         )
-    if _numbers(trained) or _numbers(found):
+    if (_numbers(trained) or _numbers(found)) and sorted(trained) != sorted(found):
         return
     for k, (mine, theirs) in enumerate(zip(trained, found, strict=True)):
         if mine != theirs:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import listed
 from ..optional_packages import MissingExtraError, require
 from .checkpoint import difference
 from .saved_runs import open_run
@@ -38,7 +39,23 @@ def read_state_dict(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} cannot be read as a state dict: {why}") from error
     if not isinstance(state, Mapping):
         raise ValueError(f"{path} holds a {type(state).__name__}, not a state dict: save net.state_dict()")
+    _check(state, path)
     return dict(state)
+
+
+def _check(state: Mapping[Any, Any], path: Path) -> None:
+    """Check that a file's entries have names, and that a network can load its tensors."""
+    for name, value in state.items():
+        if not isinstance(name, str):
+            raise ValueError(f"{path} is not a state dict, because {name!r:.80} is not a name: save net.state_dict()")
+        if isinstance(value, Tensor) and (value.is_meta or value.is_quantized or value.layout != torch.strided):
+            kind = "a meta" if value.is_meta else "a quantized" if value.is_quantized else "a sparse"
+            raise ValueError(f"{path}: {name} is {kind} tensor: save net.state_dict() of the network before conversion")
+    inner = [name for name, value in state.items() if isinstance(value, Mapping)]
+    if inner and not any(isinstance(value, Tensor) for value in state.values()):
+        raise ValueError(
+            f"{path} holds other dicts ({listed(inner)}) instead of tensors: save the state dict among them on its own"
+        )
 
 
 def unwrapped(state: Mapping[str, Any], net: nn.Module) -> dict[str, Any]:
