@@ -40,6 +40,33 @@ def test_parts_copied_with_the_memo_share_tensors_with_the_rest():
     assert new[1].weight is not net[1].weight
 
 
+class KeepsOutputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(2, 2), nn.BatchNorm1d(2)
+        self.features, self.history = {}, []
+        self.register_buffer("mean", torch.zeros(2))
+
+    def forward(self, x):
+        y = self.norm(self.linear(x)).relu()
+        self.features["y"] = self.last = y
+        self.history.append((y,))
+        self.mean = y.mean(0)
+        return y
+
+
+@pytest.mark.parametrize("verb", ["convert", "fold", "insert", "revert"])
+def test_kept_outputs_of_a_training_step_are_copied(verb):
+    net, x = KeepsOutputs(), torch.randn(4, 2)
+    kept = net(x)
+    kept.sum().backward(retain_graph=True)
+    new = getattr(bn, verb)(net, x)
+    assert new.features["y"] is new.last is new.history[0][0]
+    assert new.last is not kept
+    torch.testing.assert_close([new.last, new.mean], [kept.detach(), kept.detach().mean(0)], rtol=0, atol=0)
+    assert net.features["y"] is net.last is kept
+
+
 class Shares(nn.Module):
     """A scripted module whose two layers, and one layer outside, share their weights."""
 

@@ -60,14 +60,15 @@ def _new_memo(net: nn.Module) -> Memo:
     memo: Memo = {}
     for module in net.modules():
         for value in vars(module).values():
-            # Old-style weight_norm and spectral_norm store computed weights as attributes. These weights are not leaves
-            # of the autograd graph, so deepcopy would reject them.
-            if isinstance(value, Tensor) and not value.is_leaf:
-                memo[id(value)] = value.detach().clone()
             # A process group does not belong to the network, so the copy uses the same group.
             group = getattr(value, "group", value)
             if type(group).__name__.startswith("ProcessGroup"):
                 memo[id(group)] = group
+        # A module may hold computed tensors, for example outputs that a hook stored, or the weights that old-style
+        # weight_norm computes. These tensors are not leaves of the autograd graph, so deepcopy would reject them.
+        for _, item in network_call.walk([*module._buffers.items(), *plain_attributes(module)]):
+            if isinstance(item, Tensor) and not item.is_leaf:
+                memo[id(item)] = item.detach().clone()
     for module in net.modules():
         if isinstance(module, torch.jit.ScriptModule) and id(module) not in memo:
             _copy_scripted(module, memo)
