@@ -40,6 +40,85 @@ def test_parts_copied_with_the_memo_share_tensors_with_the_rest():
     assert new[1].weight is not net[1].weight
 
 
+class KeepsOutputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(2, 2), nn.BatchNorm1d(2)
+        self.features, self.history = {}, []
+        self.register_buffer("mean", torch.zeros(2))
+
+    def forward(self, x):
+        y = self.norm(self.linear(x)).relu()
+        self.features["y"] = self.last = y
+        self.history.append((y,))
+        self.mean = y.mean(0)
+        return y
+
+
+@pytest.mark.parametrize("verb", ["convert", "fold", "insert", "revert"])
+def test_kept_outputs_of_a_training_step_are_copied(verb):
+    net, x = KeepsOutputs(), torch.randn(4, 2)
+    kept = net(x)
+    kept.sum().backward(retain_graph=True)
+    new = getattr(bn, verb)(net, x)
+    assert new.features["y"] is new.last is new.history[0][0]
+    assert new.last is not kept
+    torch.testing.assert_close([new.last, new.mean], [kept.detach(), kept.detach().mean(0)], rtol=0, atol=0)
+    assert net.features["y"] is net.last is kept
+
+
+class Shares(nn.Module):
+    """A scripted module whose two layers, and one layer outside, share their weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.outside = nn.Linear(2, 2)
+        inside = nn.Sequential(self.outside, nn.Linear(2, 2), nn.BatchNorm1d(2))
+        inside[1].weight = self.outside.weight
+        inside[1].bias.requires_grad_(False)
+        self.inside = torch.jit.script(inside)
+        self.again = [self.inside]
+
+    def forward(self, x):
+        return self.inside(self.outside(x))
+
+
+def by_deepcopy(net):
+    return copy.deepcopy(nn.Sequential(net))[0]  # its scripted parameters are not leaves of the autograd graph
+
+
+@pytest.mark.parametrize("source", [lambda net: net, by_deepcopy], ids=["scripted", "deepcopy of scripted"])
+def test_scripted_modules_are_copied_with_their_own_parameters(source):
+    net = source(Shares())
+    new, x = private_copy(net), torch.randn(4, 2)
+    torch.testing.assert_close(new(x), net(x), rtol=0, atol=0)
+    before = {name: (p.requires_grad, p.detach().clone()) for name, p in net.named_parameters()}
+    assert all(p.is_leaf and p.requires_grad == before[name][0] for name, p in new.named_parameters())
+    assert new.again[0] is new.inside
+    optimizer = torch.optim.SGD(new.parameters(), lr=0.1)
+    new(x).square().sum().backward()
+    optimizer.step()
+    assert all(p.grad is None for p in net.parameters() if p.is_leaf)
+    assert all(torch.equal(p, before[name][1]) for name, p in net.named_parameters())
+    assert not torch.equal(new(x), net(x))
+
+
+def test_what_scripted_modules_share_stays_shared():
+    new = private_copy(Shares())
+    weights = {id(new.outside.weight), *(id(p) for name, p in new.inside.named_parameters() if p.dim() == 2)}
+    assert len(weights) == 1
+
+
+@pytest.mark.parametrize("make", [torch.jit.script, lambda m: torch.jit.trace(m, torch.randn(4, 2))])
+def test_a_converted_network_trains_its_own_scripted_modules(make):
+    inside = make(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
+    net = nn.Sequential(inside, nn.BatchNorm1d(2), nn.ReLU())
+    new = bn.convert(net, torch.randn(4, 2))
+    new(torch.randn(4, 2)).square().sum().backward()
+    assert all(p.is_leaf and p.grad is not None for p in new.parameters())
+    assert all(p.grad is None for p in net.parameters())
+
+
 def test_the_root_itself_can_be_replaced():
     net = nn.ReLU()
     assert isinstance(copy_with(net, {net: lambda memo: nn.Tanh()}), nn.Tanh)

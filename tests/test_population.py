@@ -622,6 +622,14 @@ def test_functional_calls_are_listed():
     assert "calls F.batch_norm with a running mean '0.mean' that was not updated" in str(report)
 
 
+def test_scripted_layers_are_listed():
+    net, x = nn.Sequential(torch.jit.script(nn.Sequential(nn.BatchNorm1d(3))), nn.BatchNorm1d(3)), torch.randn(8, 3)
+    (site,) = bn.estimate_(net, [x, x + 1]).left_alone
+    assert (site.path, site.reason) == ("0.0", "it is scripted; call estimate_ before scripting the network")
+    with pytest.raises(ValueError, match=r"no statistics to estimate: 0: left alone \(it is scripted"):
+        bn.estimate_(net[0], [x])
+
+
 def test_functional_calls_alone_are_named():
     net, x = nn.Sequential(nn.Linear(3, 3), Functional()), torch.randn(8, 3)
     with pytest.raises(ValueError, match=r"no statistics to estimate: 1: left alone \(it calls F.batch_norm.*'1.mean'"):

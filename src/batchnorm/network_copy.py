@@ -38,9 +38,8 @@ def private_copy(net: nn.Module) -> nn.Module:
     lazy = [name for name, t in (*net.named_parameters(), *net.named_buffers()) if is_lazy(t)]
     if lazy:
         raise ValueError(f"{lazy[0]} is not initialized: run the network once on a batch to initialize its lazy layers")
-    memo = _uncopied(net)
     try:
-        return copy.deepcopy(net, memo)
+        return copy.deepcopy(net, _new_memo(net))
     except Exception as error:
         raise ValueError(
             f"the network cannot be copied with copy.deepcopy, so nothing was changed: {error}; remove what"
@@ -56,20 +55,39 @@ def unwrapped(net: nn.Module) -> tuple[str, nn.Module]:
     return prefix, net
 
 
-def _uncopied(net: nn.Module) -> Memo:
-    """Return a memo for copy.deepcopy with entries for the objects that deepcopy cannot or should not copy."""
+def _new_memo(net: nn.Module) -> Memo:
+    """Return a memo for copy.deepcopy with entries for the objects that deepcopy cannot, or should not, copy itself."""
     memo: Memo = {}
     for module in net.modules():
         for value in vars(module).values():
-            # Old-style weight_norm and spectral_norm store computed weights as attributes. These weights are not leaves
-            # of the autograd graph, so deepcopy would reject them.
-            if isinstance(value, Tensor) and not value.is_leaf:
-                memo[id(value)] = value.detach().clone()
             # A process group does not belong to the network, so the copy uses the same group.
             group = getattr(value, "group", value)
             if type(group).__name__.startswith("ProcessGroup"):
                 memo[id(group)] = group
+        # A module may hold computed tensors, for example outputs that a hook stored, or the weights that old-style
+        # weight_norm computes. These tensors are not leaves of the autograd graph, so deepcopy would reject them.
+        for _, item in network_call.walk([*module._buffers.items(), *plain_attributes(module)]):
+            if isinstance(item, Tensor) and not item.is_leaf:
+                memo[id(item)] = item.detach().clone()
+    for module in net.modules():
+        if isinstance(module, torch.jit.ScriptModule) and id(module) not in memo:
+            _copy_scripted(module, memo)
     return memo
+
+
+def _copy_scripted(module: nn.Module, memo: Memo) -> None:
+    """Add a copy of a scripted module to a memo.
+
+    For scripted modules, deepcopy makes the new parameters functions of the old ones, so the new module's gradients
+    would go to the old module. It also ignores that other modules may share these parameters.
+    """
+    twin = copy.deepcopy(module)
+    for old, new in zip(module.modules(), twin.modules(), strict=True):
+        memo[id(old)] = new
+        for name, p in old.named_parameters(recurse=False, remove_duplicate=False):
+            if not p.is_leaf and id(p) not in memo:  # the user copied the module with deepcopy
+                memo[id(p)] = p.detach().clone().requires_grad_()
+            setattr(new, name, copy.deepcopy(p, memo))
 
 
 def copy_with(net: nn.Module, replacements: Mapping[nn.Module, Callable[[Memo], nn.Module]]) -> nn.Module:
@@ -90,7 +108,7 @@ def copy_with(net: nn.Module, replacements: Mapping[nn.Module, Callable[[Memo], 
       (2): Sigmoid()
     )
     """
-    memo = _uncopied(net)
+    memo = _new_memo(net)
     made = {module: make(memo) for module, make in replacements.items()}
     for module, new in made.items():
         memo[id(module)] = new
@@ -189,7 +207,7 @@ def _held(net: nn.Module) -> dict[int, tuple[str, Any]]:
         if id(module) in found:
             continue
         found[id(module)] = (f"{repr(path) if path else 'the root'} ({type(module).__name__})", module)
-        registered = [vars(module)[kind] for kind in ("_parameters", "_buffers", "_modules")]
+        registered = (module._parameters, module._buffers, module._modules)
         attributes = [item for group in registered for item in group.items()] + plain_attributes(module)
         for name, item in network_call.walk((f"{path}.{name}" if path else name, item) for name, item in attributes):
             if isinstance(item, nn.Module):

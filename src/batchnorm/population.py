@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from . import collectives, network_call, ops
 from .change_report import LayerStatistics, Population, Site
 from .graph import Graph, TracedCall, trace
-from .graph.kinds import keeps_torch_forward
+from .graph.kinds import is_scripted_norm, keeps_torch_forward
 from .layers import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d, Renorm, Sync
 from .network_copy import restored
 from .ops.moments import AveragedMoments, MomentAccumulator, batch_moments, merge_averages
@@ -192,6 +192,8 @@ def _without_renorm(layers: Layers) -> Iterator[None]:
 def _layers_to_estimate(net: nn.Module) -> tuple[Layers, list[Site]]:
     chosen, left = {}, []
     for path, m in net.named_modules():
+        if is_scripted_norm(m, that_updates=True):
+            left.append(Site(path, "left alone", "it is scripted; call estimate_ before scripting the network"))
         if not isinstance(m, TorchBatchNorm):
             continue
         if m.running_mean is None or m.running_var is None:

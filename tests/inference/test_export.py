@@ -165,6 +165,24 @@ def test_inputs_by_name(tmp_path, name):
     assert done.relative_error < 1e-5
 
 
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(3, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x, factors=None, negate=False, mode="sum"):
+        scale, shift = factors or [1.0, 2]
+        y = self.norm(self.linear(x)) * scale + shift
+        return (-y if negate else y) if mode == "sum" else y.relu()
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("given", [{"factors": [3.0, 4]}, {"negate": True}, {"mode": "relu", "negate": False}])
+def test_inputs_that_are_not_tensors(tmp_path, name, given):
+    done = bn.export(scramble_(Scaled()).eval(), {"x": torch.randn(4, 3), **given}, tmp_path / name)
+    assert done.batch_sizes == (1, 2, 3, 4, 16)
+
+
 class Returns(nn.Module):
     def __init__(self, code):
         super().__init__()

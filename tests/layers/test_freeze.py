@@ -84,6 +84,13 @@ def test_torch_does_not_take_a_frozen_layer_for_an_ordinary_one():
         nn.BatchNorm1d(3).load_state_dict(layer.state_dict())
 
 
+def test_scripted_layers_are_refused():
+    net = nn.ModuleDict({"a": bn.BatchNorm1d(3), "b": torch.jit.script(nn.Sequential(nn.BatchNorm1d(3)))})
+    with pytest.raises(ValueError, match=r"cannot freeze b\.0: it is scripted"):
+        bn.freeze_(net)
+    assert net["a"].frozen == 0
+
+
 def test_refusals_change_nothing():
     net = nn.ModuleDict({"a": bn.BatchNorm1d(3), "b": nn.BatchNorm1d(3)})
     with pytest.raises(ValueError, match=r"cannot freeze b: only this library.*convert"):

@@ -65,6 +65,17 @@ def keeps_torch_forward(module: nn.Module) -> bool:
     return all(getattr(m, "__module__", "").startswith("torch.nn.") for m in methods)
 
 
+def is_scripted_norm(module: nn.Module, *, that_updates: bool = False) -> bool:
+    """Return whether a module is a batch normalization that torch.jit compiled.
+
+    If ``that_updates`` is True, it must also have running averages that training updates.
+    """
+    if not isinstance(module, torch.jit.ScriptModule) or "BatchNorm" not in getattr(module, "original_name", ""):
+        return False
+    # torchvision's FrozenBatchNorm2d, for example, does not count batches.
+    return not that_updates or "num_batches_tracked" in dict(module.named_buffers(recurse=False))
+
+
 def is_leaf(module: nn.Module) -> bool:
     """Return whether a trace records each call of the module as a single call, without the calls inside it."""
     if isinstance(module, TorchBatchNorm | torch.jit.ScriptModule):

@@ -316,7 +316,10 @@ def _load_onnx(path: Path) -> Callable[[Any], Any]:
 
 
 def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool) -> Any:
-    """Return torch.export's ``dynamic_shapes`` for inputs whose first dimension varies, or None if not ``dynamic``."""
+    """Return torch.export's ``dynamic_shapes`` for inputs whose first dimension varies, or None if not ``dynamic``.
+
+    For inputs that are not tensors, such as flags, torch.export expects None.
+    """
     if not dynamic:
         return None
     batch = torch.export.Dim("batch")
@@ -324,7 +327,7 @@ def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool) -> Any
     def shape(t: Tensor) -> Any:
         return {0: batch} if t.dim() else None
 
-    return network_call.map_tensors(kwargs or args, shape)
+    return network_call.map_tensors(kwargs or args, shape, lambda other: None)
 
 
 def _bytes(net: nn.Module) -> int:

@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 from .. import network_call
 from ..change_report import Site, VerbReport, attach
 from ..graph import Graph, trace
-from ..graph.kinds import Affine, base_type, has_hooks, has_initial_statistics
+from ..graph.kinds import Affine, base_type, has_hooks, has_initial_statistics, is_scripted_norm
 from ..graph.rewrite import restore_
 from ..graph.trace import READS
 from ..layers import BatchNorm
@@ -34,7 +34,6 @@ from .fold_plan import (
     FoldPlan,
     functional_norms,
     has_nonlinear_part,
-    is_scripted_norm,
     make_plan,
     modules_that_normalize,
     reason_to_keep,

@@ -12,7 +12,17 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
 from ..graph import Graph, TracedCall, Value
-from ..graph.kinds import MOVING, Affine, Convolution, Transposed, has_hooks, is_affine, keeps_torch_forward, plain_name
+from ..graph.kinds import (
+    MOVING,
+    Affine,
+    Convolution,
+    Transposed,
+    has_hooks,
+    is_affine,
+    is_scripted_norm,
+    keeps_torch_forward,
+    plain_name,
+)
 from ..layers import BatchNorm
 from .affine import Map, map_of
 
@@ -82,11 +92,6 @@ def reason_to_keep(module: nn.Module, graph: Graph) -> str:
         for reader in graph.readers_of(tensor):
             return f"its {name} is also read by {reader}"
     return ""
-
-
-def is_scripted_norm(module: nn.Module) -> bool:
-    """Return whether a module is a batch normalization that torch.jit compiled."""
-    return isinstance(module, torch.jit.ScriptModule) and "BatchNorm" in getattr(module, "original_name", "")
 
 
 def functional_norms(graph: Graph) -> list[TracedCall]:

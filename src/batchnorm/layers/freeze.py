@@ -8,6 +8,7 @@ from typing import TypeVar
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
+from ..graph.kinds import is_scripted_norm
 from ..network_call import check_network
 from .batch_norm import BIAS, STATISTICS, WEIGHT, BatchNorm
 
@@ -25,7 +26,7 @@ def freeze_(net: Network, *, statistics: bool = True, affine: bool = True) -> Ne
     Raises:
         ValueError: if the network has ``torch.nn`` batch normalization (convert it first) or no batch normalization;
             with ``statistics``, if a layer has no running statistics; with ``affine``, if a gamma or beta is
-            parametrized. After an error, the network is unchanged.
+            parametrized; also if a batch normalization is scripted. After an error, the network is unchanged.
         TypeError: if ``net`` is not a network.
 
     >>> freeze_(BatchNorm(3)).train().frozen_statistics
@@ -111,6 +112,12 @@ def _layers(net: nn.Module, verb: str) -> Iterator[tuple[str, BatchNorm]]:
             f"cannot {verb} {', '.join(foreign)}: only this library's layers can be frozen, because train() would"
             " unfreeze torch.nn layers; convert the network first: net = batchnorm.convert(net, example). If convert"
             " refuses a layer, net.report says why"
+        )
+    scripted = [name for name, m in net.named_modules() if is_scripted_norm(m, that_updates=True)]
+    if scripted and verb == "freeze":
+        raise ValueError(
+            f"cannot freeze {', '.join(scripted)}: it is scripted, and train() would unfreeze it; use the module that"
+            " was scripted instead, or pass the other layers to freeze_ one by one"
         )
     if not found:
         raise ValueError(f"nothing to {verb}: the network has no batch normalization layers")
