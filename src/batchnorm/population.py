@@ -82,9 +82,10 @@ def estimate_(
     normalization layers keep their statistics and normalize by them. A layer is frozen if ``freeze_`` froze it, or if
     it is in evaluation mode inside a network in training mode. The statistics of ``F.batch_norm`` calls outside batch
     normalization layers are not estimated; the returned report lists these calls. Each estimated layer's
-    ``num_batches_tracked`` is set to the number of averaged batches. Nothing else in the network changes, and nothing
-    changes at all if an exception is raised. Call ``estimate_`` once after averaging weights (EMA, SWA), because a
-    network with averaged weights has different statistics.
+    ``num_batches_tracked`` is set to the number of averaged batches. All other buffers keep their values; if an
+    exception is raised, all buffers do. Changes that the network's own ``forward`` makes to parameters and attributes,
+    such as ``self.calls += 1``, remain. Call ``estimate_`` once after averaging weights (EMA, SWA), because a network
+    with averaged weights has different statistics.
 
     In a distributed run, every rank calls ``estimate_`` on its own batches, and every rank gets the statistics of all
     batches. If the network has synchronized layers, all ranks need the same number of batches. With
