@@ -216,7 +216,12 @@ def outputs(
     twin = private_copy(net)
     if training is not None:
         twin.train(training)
-    batch = network_call.to_device(example, network_call.device_of(net), copy=True)
+    return run_copy(net, twin, example, forward)
+
+
+def run_copy(net: nn.Module, twin: nn.Module, example: Any, forward: network_call.Forward | None) -> Any:
+    """Run ``twin``, a copy of ``net``, on a copy of the example, as :func:`isolated` does; return its outputs."""
+    batch = network_call.copy_for(net, example)
     with isolated(net, twin):
         return network_call.call(twin, batch, forward)
 

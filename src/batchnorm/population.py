@@ -275,12 +275,12 @@ def _graphs_of_others(
     net: nn.Module, missing: set[nn.Module], batches: Iterable[Any], forward: network_call.Forward | None
 ) -> Iterator[Graph]:
     """Trace each batch that reaches a layer that no earlier batch has reached."""
-    device, reached = network_call.device_of(net), set[nn.Module]()
+    reached = set[nn.Module]()
     for number, batch in enumerate(batches, 1):
         with network_call.at_index(number, batch), ExitStack() as stack:
             for m in missing:
                 stack.enter_context(m.register_forward_pre_hook(lambda m, _: reached.add(m)))
-            network_call.call(net, network_call.to_device(batch, device, copy=True), forward)
+            network_call.call(net, network_call.copy_for(net, batch), forward)
         if reached & missing:
             yield trace(net, batch, forward)
             missing = missing - reached
@@ -310,7 +310,7 @@ def _run(
     functional: _FunctionalCalls,
 ) -> int:
     """Run the network on all batches while the observers record their layers' moments; return the number of batches."""
-    device, number = network_call.device_of(net), -1
+    number = -1
     functional.observers = {observer.layer: observer for observer in observers if observer.own_forward}
     with ExitStack() as stack:
         for observer in observers:
@@ -320,7 +320,7 @@ def _run(
         for number, batch in enumerate(batches):
             watched = functional if number == 0 or functional.observers else nullcontext()
             with network_call.at_index(number, batch), watched:
-                network_call.call(net, network_call.to_device(batch, device, copy=True), forward)
+                network_call.call(net, network_call.copy_for(net, batch), forward)
     return number + 1
 
 

@@ -28,7 +28,7 @@ from ..graph.generated import by_name, scope_of
 from ..graph.kinds import is_affine, keeps_torch_forward
 from ..graph.symbolic import Untraceable, is_machinery, refuse_texts
 from ..layers import BatchNorm
-from ..network_copy import plain_attributes, private_copy
+from ..network_copy import plain_attributes, private_copy, run_copy
 
 aten = torch.ops.aten
 CONVOLUTIONS: dict[Any, Any] = {
@@ -145,8 +145,7 @@ def _observe(net: nn.Module, owners: list[str], example: Any, forward: network_c
     for path, module in twin.named_modules():
         if path in around and not isinstance(module, torch.jit.ScriptModule):
             note(path, module)
-    with torch.no_grad(), network_call.eagerly(), torch.random.fork_rng():
-        network_call.call(twin, network_call.to_device(example, network_call.device_of(net), copy=True), forward)
+    run_copy(net, twin, example, forward)
     return calls
 
 
