@@ -21,6 +21,19 @@ def scramble_(net):
     return net
 
 
+class Coded(nn.Module):
+    """A network with the given attributes; ``code``, a function of the network and its input, is its forward."""
+
+    def __init__(self, code, **attributes):
+        super().__init__()
+        self.code = code
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x):
+        return self.code(self, x)
+
+
 class BasicBlock(nn.Module):
     """A residual block with one in-place ReLU module that is called twice, and a projection on the shortcut."""
 

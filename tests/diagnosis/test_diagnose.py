@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from networks import scramble_
+from networks import Coded, scramble_
 from torch import nn
 
 import batchnorm as bn
@@ -468,15 +468,7 @@ def test_a_gap_within_three_standard_errors_is_not_reported(shifts, found):
 
 
 def test_a_layer_with_different_inputs():
-    class Shared(nn.Module):
-        def __init__(self, shift):
-            super().__init__()
-            self.bn, self.shift = nn.BatchNorm1d(6), shift
-
-        def forward(self, x):
-            return self.bn(x) + self.bn(x + self.shift)
-
-    net = Shared(0.0)
+    net = Coded(lambda n, x: n.bn(x) + n.bn(x + n.shift), bn=nn.BatchNorm1d(6), shift=0.0)
     bn.estimate_(net, data())
     assert not rules(net.train())
     net.shift = torch.randn(6) / 40  # sampling noise
@@ -500,11 +492,7 @@ class Standardized(nn.Linear):
 
 
 def test_functional_batch_normalization():
-    class Functional(nn.Module):
-        def forward(self, x):
-            return F.batch_norm(x, None, None, training=True)
-
-    net = nn.Sequential(nn.Linear(6, 6), Functional())
+    net = nn.Sequential(nn.Linear(6, 6), Coded(lambda n, x: F.batch_norm(x, None, None, training=True)))
     assert rules(net)["functional"].path == "1"
     assert not rules(nn.Sequential(Standardized(6, 6), bn.BatchNorm1d(6), nn.ReLU())).keys() & {"functional"}
     with pytest.raises(ValueError, match="no batch normalization"):
@@ -512,15 +500,7 @@ def test_functional_batch_normalization():
 
 
 def test_a_layer_whose_forward_is_called():
-    class Bypassing(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.bn = nn.BatchNorm1d(6)
-
-        def forward(self, x):
-            return self.bn.forward(x)
-
-    found = rules(Bypassing())
+    found = rules(Coded(lambda n, x: n.bn.forward(x), bn=nn.BatchNorm1d(6)))
     assert set(found) == {"functional"}
     assert found["functional"].path == "bn"
     assert found["functional"].fix == "call it as layer(x)"
@@ -633,15 +613,7 @@ class Doubled(nn.BatchNorm1d):
 
 
 def test_a_layer_with_its_own_forward():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.bn = Doubled(6)
-
-        def forward(self, x):
-            return self.bn(x=x)
-
-    net = Net()
+    net = Coded(lambda n, x: n.bn(x=x), bn=Doubled(6))
     net.bn.running_mean += 9
     found = bn.diagnose(net, data())
     assert not found.findings

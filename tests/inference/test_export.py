@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from networks import ZOO, Residual, scramble_
+from networks import ZOO, Coded, Residual, scramble_
 from torch import nn
 
 import batchnorm as bn
@@ -205,18 +205,11 @@ def test_a_file_that_cannot_be_read_is_not_written(tmp_path):
 
 
 def test_a_network_that_fixes_its_batch_is_told_so(tmp_path):
-    class Fixed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear, self.norm = nn.Linear(3, 4), nn.BatchNorm1d(4)
-
-        def forward(self, x):
-            return self.norm(self.linear(x)).reshape(2, 4)
-
+    net = Returns(lambda y: y.reshape(2, 4)).eval()
     with pytest.raises(ValueError, match="try dynamic_batch=False"):
-        bn.export(Fixed().eval(), torch.randn(2, 3), tmp_path / "net.pt2")
+        bn.export(net, torch.randn(2, 3), tmp_path / "net.pt2")
     assert not list(tmp_path.iterdir())
-    bn.export(Fixed().eval(), torch.randn(2, 3), tmp_path / "net.pt2", dynamic_batch=False)
+    bn.export(net, torch.randn(2, 3), tmp_path / "net.pt2", dynamic_batch=False)
 
 
 def test_other_endings_are_refused(tmp_path):
@@ -246,19 +239,11 @@ def test_the_argument_is_left_alone(tmp_path):
     torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
 
 
-class Branching(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.bn = nn.BatchNorm1d(4)
-
-    def forward(self, x):
-        return self.bn(x) if x.sum() > 0 else x
-
-
 @pytest.mark.parametrize("name", ["net.onnx", "net.pt2"])
 def test_code_that_branches_on_values_is_named_first(tmp_path, name):
+    net = Coded(lambda n, x: n.bn(x) if x.sum() > 0 else x, bn=nn.BatchNorm1d(4)).eval()
     with pytest.raises(ValueError, match=r"Torch's error: .") as error:
-        bn.export(Branching().eval(), torch.ones(2, 4), tmp_path / name)
+        bn.export(net, torch.ones(2, 4), tmp_path / name)
     assert str(error.value).startswith(
         f"torch cannot export this network to .{name[4:]}. Python code reads the values of a tensor (__bool__ in the"
         " network), so the network may take other branches for other inputs; if so, use operations on tensors instead,"

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from blocks import Block, Bottleneck, ConvNorm, DenseBlock, MobileOneLike, RegNetLike, UNet, fusions_in
-from networks import scramble_
+from networks import Coded, scramble_
 from torch import nn
 
 import batchnorm as bn
@@ -102,17 +102,6 @@ ACTIVATIONS = {
 }
 
 
-class Applies(nn.Module):
-    """An activation module with a forward of its own."""
-
-    def __init__(self, code, *children):
-        super().__init__()
-        self.code, self.steps, self.sigmoid = code, nn.Sequential(*children), nn.Sigmoid()
-
-    def forward(self, x):
-        return self.code(self, x)
-
-
 def relu6_in_steps(x):
     return F.relu6(x + 3, inplace=True) / 6
 
@@ -132,8 +121,8 @@ IN_STEPS = {
 @pytest.mark.parametrize("name", IN_STEPS)
 def test_activations_in_steps_and_in_children(name):
     code, kind = IN_STEPS[name]
-    inside = nn.Hardswish() if name == "a module" else Applies(lambda m, x: relu6_in_steps(x))
-    act = Applies(code, inside)
+    inside = nn.Hardswish() if name == "a module" else Coded(lambda m, x: relu6_in_steps(x))
+    act = Coded(code, steps=nn.Sequential(inside), sigmoid=nn.Sigmoid())
     for write in (lambda n, x: n.relu(n.bn1(n.conv1(x))), lambda n, x: act.code(n.relu, n.bn1(n.conv1(x)))):
         both = lambda n, x, write=write: n.relu(write(n, x) + n.bn2(n.conv2(x)))  # noqa: E731
         converted = converted_and_checked(Block(both, act))
@@ -142,7 +131,7 @@ def test_activations_in_steps_and_in_children(name):
 
 
 def test_one_activation_with_its_own_code_in_many_modules():
-    act = Applies(lambda m, x: x * torch.sigmoid(x))
+    act = Coded(lambda m, x: x * torch.sigmoid(x))
     converted = converted_and_checked(nn.Sequential(ConvNorm(act), nn.Sequential(ConvNorm(act), ConvNorm(act))))
     assert fused(converted) == dict.fromkeys(("0.bn", "1.0.bn", "1.1.bn"), "silu")
 
@@ -182,17 +171,12 @@ def test_a_changed_limit_of_relu6_is_noticed():
     ],
 )
 def test_a_change_inside_an_activation_is_noticed(change):
-    class Act(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.slope, self.inner = 0.1, nn.LeakyReLU(0.2)
-
-        def forward(self, x):
-            return F.leaky_relu(x, self.slope) if self.slope else self.inner(x)
+    def code(n, x):
+        return F.leaky_relu(x, n.slope) if n.slope else n.inner(x)
 
     for slope in (0.1, 0):
-        net, x = scramble_(Block(lambda n, x: n.relu(n.bn1(n.conv1(x))), Act())).double(), image()
-        net.relu.slope = slope
+        act = Coded(code, slope=slope, inner=nn.LeakyReLU(0.2))
+        net, x = scramble_(Block(lambda n, x: n.relu(n.bn1(n.conv1(x))), act)).double(), image()
         converted = bn.convert(net, x)
         assert fused(converted) == {"bn1": "leaky_relu"}
         for n in (net, converted):
@@ -374,15 +358,9 @@ def test_a_bottleneck(downsample):
     assert rewritten_runs(converted, image()) == rewritten_runs(converted.eval(), image()) == 1
 
 
-class Gate(nn.Module):
-    """A squeeze-and-excitation gate written by the user, which convert has no special rule for."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Conv2d(4, 4, 1)
-
-    def forward(self, x):
-        return x * torch.sigmoid(self.fc(x.mean((2, 3), keepdim=True)))
+def gate():
+    """Return a squeeze-and-excitation gate written by the user, which convert has no special rule for."""
+    return Coded(lambda n, x: x * torch.sigmoid(n.fc(x.mean((2, 3), keepdim=True))), fc=nn.Conv2d(4, 4, 1))
 
 
 def gate_after_the_shortcut(n, x):
@@ -400,7 +378,7 @@ def sum_into_a_gate(n, x):
 @pytest.mark.parametrize("code", [gate_after_the_shortcut, sum_into_a_gate])
 def test_squeeze_and_excitation_before_a_sum(code):
     net = Block(code)
-    net.same = Gate()
+    net.same = gate()
     converted = converted_and_checked(net)
     assert fused(converted) == {"shortcut.1": "relu sum"}
     converted.shortcut[0] = net.shortcut[0] = nn.Identity()  # now the shortcut's BN reads the block's input
@@ -430,28 +408,16 @@ def test_a_norm_does_not_move_past_code_that_uses_its_tensors(code):
 
 
 def test_a_norm_does_not_move_past_a_module_that_holds_it():
-    class Counts(nn.Module):
-        def __init__(self, norm):
-            super().__init__()
-            self.norms = [norm]
-
-        def forward(self, x):
-            return x * self.norms[0].num_batches_tracked
-
     net = scramble_(Block(gate_after_the_shortcut)).double()
-    net.same = Counts(net.shortcut[1])
+    net.same = Coded(lambda n, x: x * n.norms[0].num_batches_tracked, norms=[net.shortcut[1]])
     converted = bn.convert(net, image())
     for _ in range(3):
         torch.testing.assert_close(converted(image() * 0 + 1), net(image() * 0 + 1), **CLOSE)
 
 
 def test_a_hook_on_the_layer_before_a_norm_that_moved():
-    class Halves(nn.Module):
-        def forward(self, x):
-            return x.mul_(0.5)
-
     net, x = Block(adds_after_unknown_code).double(), image()
-    net.same = Halves()
+    net.same = Coded(lambda n, x: x.mul_(0.5))
     converted = bn.convert(net, x)
     for n in (net, converted):
         n.conv1.register_forward_hook(lambda module, args, output: args[0])
@@ -486,7 +452,7 @@ def test_unusual_modules_do_not_make_convert_fail():
 
 def test_abstract_classes_are_type_checks_too():
     net = Block(lambda n, x: n.relu(n.bn1(y)) if not isinstance(y := n.same(x), Mapping) else n.relu(n.bn1(y["y"])))
-    net.same = Gate()
+    net.same = gate()
     converted = bn.convert(net, image().float())
     for n in (net, converted):
         n.same = Wraps()
@@ -511,16 +477,9 @@ def test_the_report_counts_what_the_built_in_sum_adds():
 
 
 def test_a_layer_with_two_names_is_counted():
-    class Named(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.BatchNorm2d(4)
-            self.net = nn.Sequential(nn.Conv2d(4, 4, 1), self.norm, nn.ReLU())
-
-        def forward(self, x):
-            return self.net(x)
-
-    assert bn.convert(Named(), image().float()).report.summary.startswith("convert: 1 of 1 BN layers")
+    norm = nn.BatchNorm2d(4)
+    net = Coded(lambda n, x: n.net(x), norm=norm, net=nn.Sequential(nn.Conv2d(4, 4, 1), norm, nn.ReLU()))
+    assert bn.convert(net, image().float()).report.summary.startswith("convert: 1 of 1 BN layers")
 
 
 def test_a_batch_norm_at_the_end_of_children():
@@ -555,15 +514,7 @@ def test_a_u_net():
 
 
 def test_shared_blocks():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.block = Bottleneck()
-
-        def forward(self, x):
-            return self.block(self.block(x))
-
-    assert len(fused(converted_and_checked(Twice()))) == 3
+    assert len(fused(converted_and_checked(Coded(lambda n, x: n.block(n.block(x)), block=Bottleneck())))) == 3
 
 
 def returns_what_the_activation_reads(n, x):
@@ -939,15 +890,8 @@ def test_code_that_is_called_with_nan_is_not_rewritten():
         def forward(self, x, floor=0.0):
             return super().forward(x)
 
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = Inner(lambda n, x: n.relu(n.bn1(n.conv1(x))))
-
-        def forward(self, x):
-            return self.inner(x, float("nan"))
-
-    converted = bn.convert(Outer().double(), image())
+    net = Coded(lambda n, x: n.inner(x, float("nan")), inner=Inner(lambda n, x: n.relu(n.bn1(n.conv1(x)))))
+    converted = bn.convert(net.double(), image())
     assert "it is called with NaN" in converted.report["inner.bn1"].reason
 
 
@@ -1122,15 +1066,9 @@ def test_a_list_that_the_code_keeps_or_is_given_is_not_lost():
 
 
 def test_modules_that_code_calls_by_themselves_stay_right():
-    class Indexes(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.block, self.which = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.ReLU()), None
-
-        def forward(self, x):
-            return self.block(x) if self.which is None else self.block[self.which](x)
-
-    net, x = scramble_(Indexes()).double(), image()
+    block = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.ReLU())
+    net = Coded(lambda n, x: n.block(x) if n.which is None else n.block[n.which](x), block=block, which=None)
+    net, x = scramble_(net).double(), image()
     converted = bn.convert(net, x)
     assert "1 of 1" in str(converted.report)
     for which in (1, 2, slice(0, 2)):
@@ -1176,28 +1114,13 @@ def test_fold_of_a_rewritten_network():
 
 
 def test_normalized_layers_of_insert_are_fused():
-    class Plain(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv = nn.Conv2d(4, 4, 3)
-
-        def forward(self, x):
-            return F.relu(self.conv(x))
-
-    net = bn.insert(Plain().double(), image())
+    net = bn.insert(Coded(lambda n, x: F.relu(n.conv(x)), conv=nn.Conv2d(4, 4, 3)).double(), image())
     assert fused(bn.convert(net, image())) == {"conv.norm": "relu"}
 
 
 def test_a_child_that_does_not_trace_leaves_the_others_fused():
-    class Partly(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.good, self.bad = ConvNorm(F.relu), Block(REFUSED["torch.rand"][0])
-
-        def forward(self, x):
-            return self.bad(self.good(x))
-
-    converted = converted_and_checked(Partly())
+    good, bad = ConvNorm(F.relu), Block(REFUSED["torch.rand"][0])
+    converted = converted_and_checked(Coded(lambda n, x: n.bad(n.good(x)), good=good, bad=bad))
     assert fused(converted) == {"good.bn": "relu"}
     assert "1 of 2 BN layers that feed an activation are fused" in str(converted.report)
 

@@ -5,6 +5,7 @@ from importlib import import_module
 
 import pytest
 import torch
+from networks import Coded
 from torch import nn
 
 import batchnorm as bn
@@ -134,16 +135,11 @@ def test_an_output_of_numbers():
 
 @pytest.mark.parametrize(("least", "rows"), [(0, 3), (4, 8)])
 def test_gradients_are_compared_where_the_rewritten_code_runs(least, rows, monkeypatch):
-    class Asking(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.bn = nn.BatchNorm1d(3)
-
-        def forward(self, x):
-            return torch.relu(self.bn(x)) if least == 0 or x.shape[0] >= least else self.bn(x)
+    def code(n, x):
+        return torch.relu(n.bn(x)) if least == 0 or x.shape[0] >= least else n.bn(x)
 
     module = import_module("batchnorm.surgery.verify_conversion")
     seen, compute = set(), module._gradients
     monkeypatch.setattr(module, "_gradients", lambda net, x, *rest: seen.add(len(x)) or compute(net, x, *rest))
-    assert "1 of 1" in str(bn.convert(Asking(), torch.randn(8, 3)).report)
+    assert "1 of 1" in str(bn.convert(Coded(code, bn=nn.BatchNorm1d(3)), torch.randn(8, 3)).report)
     assert seen == {rows}
