@@ -28,6 +28,10 @@ def image(channels=4):
     return torch.randn(3, channels, 6, 6, dtype=torch.double)
 
 
+def conv_bn_relu(n, x):
+    return n.relu(n.bn1(n.conv1(x)))
+
+
 def rewritten_runs(net, x):
     """Return how many rewritten forwards run in one call of the network."""
     runs = []
@@ -80,7 +84,7 @@ def after_a_mask(n, x):
     same = mask
     mask &= x < 1
     mask |= x < -1
-    return n.relu(n.bn1(n.conv1(x))) * same.double().mean()
+    return conv_bn_relu(n, x) * same.double().mean()
 
 
 ACTIVATIONS = {
@@ -90,7 +94,7 @@ ACTIVATIONS = {
     "F.relu_": (lambda n, x: F.relu_(n.bn1(n.conv1(x))), "relu"),
     "torch.relu": (lambda n, x: torch.relu(n.bn1(n.conv1(x))), "relu"),
     "relu_": (lambda n, x: n.bn1(n.conv1(x)).relu_(), "relu"),
-    "module": (lambda n, x: n.relu(n.bn1(n.conv1(x))), "relu"),
+    "module": (conv_bn_relu, "relu"),
     "through identities": (lambda n, x: n.relu(n.same(n.same(n.bn1(n.conv1(x))))), "relu"),
     "leaky": (lambda n, x: F.leaky_relu(n.bn1(n.conv1(x)), 0.3, inplace=True), "leaky_relu"),
     "sigmoid": (lambda n, x: torch.sigmoid(n.bn1(n.conv1(x))), "sigmoid"),
@@ -123,7 +127,7 @@ def test_activations_in_steps_and_in_children(name):
     code, kind = IN_STEPS[name]
     inside = nn.Hardswish() if name == "a module" else Coded(lambda m, x: relu6_in_steps(x))
     act = Coded(code, steps=nn.Sequential(inside), sigmoid=nn.Sigmoid())
-    for write in (lambda n, x: n.relu(n.bn1(n.conv1(x))), lambda n, x: act.code(n.relu, n.bn1(n.conv1(x)))):
+    for write in (conv_bn_relu, lambda n, x: act.code(n.relu, n.bn1(n.conv1(x)))):
         both = lambda n, x, write=write: n.relu(write(n, x) + n.bn2(n.conv2(x)))  # noqa: E731
         converted = converted_and_checked(Block(both, act))
         assert fused(converted) == {"bn1": kind, "bn2": f"{kind} sum"}
@@ -153,7 +157,7 @@ def test_products_that_are_not_activations(name):
 
 
 def test_a_changed_limit_of_relu6_is_noticed():
-    net, x = scramble_(Block(lambda n, x: n.relu(n.bn1(n.conv1(x))), nn.ReLU6())).double(), image()
+    net, x = scramble_(Block(conv_bn_relu, nn.ReLU6())).double(), image()
     converted = bn.convert(net, x)
     assert fused(converted) == {"bn1": "relu6"}
     net.relu.max_val = converted.relu.max_val = 0.5
@@ -176,7 +180,7 @@ def test_a_change_inside_an_activation_is_noticed(change):
 
     for slope in (0.1, 0):
         act = Coded(code, slope=slope, inner=nn.LeakyReLU(0.2))
-        net, x = scramble_(Block(lambda n, x: n.relu(n.bn1(n.conv1(x))), act)).double(), image()
+        net, x = scramble_(Block(conv_bn_relu, act)).double(), image()
         converted = bn.convert(net, x)
         assert fused(converted) == {"bn1": "leaky_relu"}
         for n in (net, converted):
@@ -187,7 +191,7 @@ def test_a_change_inside_an_activation_is_noticed(change):
 @pytest.mark.parametrize("name", sorted({*NAMES} - {"identity"}))
 def test_every_activation_as_a_module_and_as_a_function(name):
     function = getattr(F, name)
-    for code in (lambda n, x: n.relu(n.bn1(n.conv1(x))), lambda n, x: function(n.bn1(n.conv1(x)))):
+    for code in (conv_bn_relu, lambda n, x: function(n.bn1(n.conv1(x)))):
         assert fused(converted_and_checked(Block(code, to_module(Activation(name))))) == {"bn1": name}
 
 
@@ -538,7 +542,7 @@ def loops_over_children(n, x):
 
 def reads_before_an_identity(n, x):
     same = n.same(x)
-    return n.relu(n.bn1(n.conv1(x))) + same
+    return conv_bn_relu(n, x) + same
 
 
 def adds_a_branch(n, x):
@@ -551,47 +555,32 @@ class Same(nn.Identity):
 
 
 GUARDED = {
-    "mode": (
-        lambda n, x: n.relu(n.bn1(n.conv1(x))) if n.training else n.bn1(n.conv1(x)).exp(),
-        lambda n: n.eval(),
-    ),
+    "mode": (lambda n, x: conv_bn_relu(n, x) if n.training else n.bn1(n.conv1(x)).exp(), lambda n: n.eval()),
     "attribute": (
-        lambda n, x: n.relu(n.bn1(n.conv1(x))) if not n.flag else n.relu(x) + n.bn1(n.conv1(x)),
+        lambda n, x: conv_bn_relu(n, x) if not n.flag else n.relu(x) + n.bn1(n.conv1(x)),
         lambda n: setattr(n, "flag", True),
     ),
-    "number": (lambda n, x: n.relu(n.bn1(n.conv1(x))) * n.scale, lambda n: setattr(n, "scale", 3)),
-    "code": (lambda n, x: n.relu(n.bn1(n.conv1(x))), lambda n: setattr(n, "code", lambda n, x: n.relu(x))),
+    "number": (lambda n, x: conv_bn_relu(n, x) * n.scale, lambda n: setattr(n, "scale", 3)),
+    "code": (conv_bn_relu, lambda n: setattr(n, "code", lambda n, x: n.relu(x))),
     "child": (
-        lambda n, x: n.relu(n.bn1(n.conv1(x))) if n.drop is not None else n.bn1(n.conv1(x)),
+        lambda n, x: conv_bn_relu(n, x) if n.drop is not None else n.bn1(n.conv1(x)),
         lambda n: setattr(n, "drop", None),
     ),
     "attribute of a child": (
-        lambda n, x: n.relu(n.bn1(n.conv1(x))) if n.drop.p < 1 else n.relu(x),
+        lambda n, x: conv_bn_relu(n, x) if n.drop.p < 1 else n.relu(x),
         lambda n: setattr(n.drop, "p", 1.0),
     ),
     "a new attribute": (
-        lambda n, x: n.relu(n.bn1(n.conv1(x))) if not hasattr(n, "other") else n.relu(x),
+        lambda n, x: conv_bn_relu(n, x) if not hasattr(n, "other") else n.relu(x),
         lambda n: setattr(n, "other", 1),
     ),
-    "another activation": (lambda n, x: n.relu(n.bn1(n.conv1(x))), lambda n: setattr(n, "relu", nn.Tanh())),
-    "another forward": (lambda n, x: n.relu(n.bn1(n.conv1(x))), lambda n: setattr(n.relu, "forward", torch.sin)),
-    "another norm": (lambda n, x: n.relu(n.bn1(n.conv1(x))), lambda n: setattr(n, "bn1", nn.Identity())),
-    "an activation of its own": (
-        lambda n, x: n.relu(n.bn1(n.conv1(x))),
-        lambda n: setattr(n, "bn1", nn.Sequential(n.bn1, nn.Tanh())),
-    ),
-    "more children": (
-        lambda n, x: n.relu(x + n.shortcut(x)),
-        lambda n: n.shortcut.append(nn.Tanh()),
-    ),
-    "a hook on the activation": (
-        lambda n, x: n.relu(n.bn1(n.conv1(x))),
-        lambda n: n.relu.register_forward_hook(lambda m, args, out: out * 2),
-    ),
-    "a hook on the norm": (
-        lambda n, x: n.relu(n.bn1(n.conv1(x))),
-        lambda n: n.bn1.register_forward_hook(lambda m, args, out: -out),
-    ),
+    "another activation": (conv_bn_relu, lambda n: setattr(n, "relu", nn.Tanh())),
+    "another forward": (conv_bn_relu, lambda n: setattr(n.relu, "forward", torch.sin)),
+    "another norm": (conv_bn_relu, lambda n: setattr(n, "bn1", nn.Identity())),
+    "an activation of its own": (conv_bn_relu, lambda n: setattr(n, "bn1", nn.Sequential(n.bn1, nn.Tanh()))),
+    "more children": (lambda n, x: n.relu(x + n.shortcut(x)), lambda n: n.shortcut.append(nn.Tanh())),
+    "a hook on the activation": (conv_bn_relu, lambda n: n.relu.register_forward_hook(lambda m, args, out: out * 2)),
+    "a hook on the norm": (conv_bn_relu, lambda n: n.bn1.register_forward_hook(lambda m, args, out: -out)),
     "a hook on a child in between": (
         lambda n, x: n.relu(x + n.shortcut(x)),
         lambda n: n.shortcut.register_forward_pre_hook(lambda m, args: (args[0] * 2,)),
@@ -609,19 +598,19 @@ GUARDED = {
         lambda n: n.same.register_forward_hook(lambda m, args, out: out * 2),
     ),
     "a child's class": (
-        lambda n, x: n.relu(n.bn1(n.conv1(x))) + (x if isinstance(n.same, nn.Identity) else n.same(x)),
+        lambda n, x: conv_bn_relu(n, x) + (x if isinstance(n.same, nn.Identity) else n.same(x)),
         lambda n: setattr(n, "same", nn.MaxPool2d(3, 1, 1)),
     ),
     "a child's class, to a subclass": (
-        lambda n, x: n.relu(n.bn1(n.conv1(x))) * (2 if isinstance(n.same, Same) else 1),
+        lambda n, x: conv_bn_relu(n, x) * (2 if isinstance(n.same, Same) else 1),
         lambda n: setattr(n, "same", Same()),
     ),
     "the name of a child's class": (
-        lambda n, x: n.relu(n.bn1(n.conv1(x))) * len(n.same.__class__.__name__),
+        lambda n, x: conv_bn_relu(n, x) * len(n.same.__class__.__name__),
         lambda n: setattr(n, "same", Same()),
     ),
     "a child that code gets by its name": (
-        lambda n, x: n.relu(n.bn1(n.conv1(x))) * (2 if isinstance(n.get_submodule("drop"), nn.Dropout) else 1),
+        lambda n, x: conv_bn_relu(n, x) * (2 if isinstance(n.get_submodule("drop"), nn.Dropout) else 1),
         lambda n: setattr(n, "drop", nn.Identity()),
     ),
     "a grandchild in place": (
@@ -689,12 +678,12 @@ def test_absent_arguments():
 
 def counts_calls(n, x):
     n.scale += 1
-    return n.relu(n.bn1(n.conv1(x)))
+    return conv_bn_relu(n, x)
 
 
 def ticks(n, x):
     n.drop.counts["calls"] += 1
-    return n.relu(n.bn1(n.conv1(x)))
+    return conv_bn_relu(n, x)
 
 
 def without_gradients(n, x):
@@ -705,7 +694,7 @@ def without_gradients(n, x):
 
 def in_a_context(n, x):
     with nullcontext():
-        return n.relu(n.bn1(n.conv1(x)))
+        return conv_bn_relu(n, x)
 
 
 ONE = np.ones(1)
@@ -713,7 +702,7 @@ ONE = np.ones(1)
 
 def catches(n, x):
     try:
-        return n.relu(n.bn1(n.conv1(x))) if x.sum() < 1e9 else x
+        return conv_bn_relu(n, x) if x.sum() < 1e9 else x
     except Exception:
         return x
 
@@ -730,56 +719,50 @@ def doubles_the_data(n, x):
 
 REFUSED = {
     "the data of a tensor": (doubles_the_data, "assigns to the attribute 'data'"),
-    "random": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if random.random() < 2 else x, "draws random numbers"),
-    "torch.rand": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if torch.rand(1) < 2 else x, "control flow may depend on"),
+    "random": (lambda n, x: conv_bn_relu(n, x) if random.random() < 2 else x, "draws random numbers"),
+    "torch.rand": (lambda n, x: conv_bn_relu(n, x) if torch.rand(1) < 2 else x, "control flow may depend on"),
     "an attribute is set": (counts_calls, "assigns to the attribute 'scale'"),
     "gradients": (without_gradients, "changes the gradient mode"),
     "the gradient mode": (
-        lambda n, x: n.relu(n.bn1(n.conv1(x))) if torch.is_grad_enabled() else n.bn1(n.conv1(x)).relu(),
+        lambda n, x: conv_bn_relu(n, x) if torch.is_grad_enabled() else n.bn1(n.conv1(x)).relu(),
         "depends on the gradient mode",
     ),
-    "the data": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if x.sum() < 1e9 else x, "control flow may depend on more"),
+    "the data": (lambda n, x: conv_bn_relu(n, x) if x.sum() < 1e9 else x, "control flow may depend on more"),
     "a with statement": (in_a_context, "has a with statement"),
     "an exception": (catches, "has a try statement"),
-    "a type": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if isinstance(x.shape, tuple) else x, "checks the type"),
+    "a type": (lambda n, x: conv_bn_relu(n, x) if isinstance(x.shape, tuple) else x, "checks the type"),
     "a dict of a child": (ticks, "changes a list, dict or set"),
-    "vars": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if not vars(n)["flag"] else x, "through __dict__ or vars()"),
+    "vars": (lambda n, x: conv_bn_relu(n, x) if not vars(n)["flag"] else x, "through __dict__ or vars()"),
     "parameters": (
-        lambda n, x: n.relu(n.bn1(n.conv1(x))) if all(p.requires_grad for p in n.conv1.parameters()) else x,
+        lambda n, x: conv_bn_relu(n, x) if all(p.requires_grad for p in n.conv1.parameters()) else x,
         "loops over, adds or deletes parameters",
     ),
     "the size of a buffer": (
-        lambda n, x: n.relu(n.bn1(n.conv1(x))) if n.bn1.running_mean.numel() else x,
+        lambda n, x: conv_bn_relu(n, x) if n.bn1.running_mean.numel() else x,
         "control flow may depend on more than its arguments' shapes, dtypes and devices",
     ),
     "the shape of a computed tensor": (
         lambda n, x: n.relu(n.bn1(y)) if (y := n.conv1(x)).shape == x.shape else y,
         "control flow may depend on more than its arguments' shapes, dtypes and devices",
     ),
-    "the size of a selection": (
-        lambda n, x: n.relu(n.bn1(n.conv1(x))) if len(x[x > 0]) else x,
-        "calls len() on a value",
-    ),
+    "the size of a selection": (lambda n, x: conv_bn_relu(n, x) if len(x[x > 0]) else x, "calls len() on a value"),
     "a shape that changes": (
-        lambda n, x: n.relu(n.bn1(n.conv1(x))) if x.squeeze_(0).dim() == 4 else x,
+        lambda n, x: conv_bn_relu(n, x) if x.squeeze_(0).dim() == 4 else x,
         "control flow may depend on more than its arguments' shapes, dtypes and devices",
     ),
-    "a number of the data": (
-        lambda n, x: n.relu(n.bn1(n.conv1(x))) * float(x[0, 0, 0, 0]),
-        "calls float() on a value",
-    ),
-    "the batch size": (lambda n, x: n.relu(n.bn1(n.conv1(x))).view(len(x), -1), "the batch size as a number"),
+    "a number of the data": (lambda n, x: conv_bn_relu(n, x) * float(x[0, 0, 0, 0]), "calls float() on a value"),
+    "the batch size": (lambda n, x: conv_bn_relu(n, x).view(len(x), -1), "the batch size as a number"),
     "rows": (lambda n, x: torch.stack([n.relu(n.bn1(n.conv1(r[None]))) for r in x]), "loops over a tensor"),
     "autocast on another device": (
-        lambda n, x: n.relu(n.bn1(n.conv1(x))) if not torch.is_autocast_enabled("cuda") else n.bn1(x),
+        lambda n, x: conv_bn_relu(n, x) if not torch.is_autocast_enabled("cuda") else n.bn1(x),
         "depends on the gradient mode or on autocast",
     ),
-    "a key": (lambda n, x: n.relu(n.bn1(n.conv1(x))) * {3: 1.0}.get(x.shape[0], 2.0), "as a key"),
-    "text": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if str(x.dtype) != "torch.half" else x, "into text"),
-    "identity": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if x.dtype is not torch.half else x, "compares objects"),
-    "identity in a function": (lambda n, x: x if is_half(x) else n.relu(n.bn1(n.conv1(x))), "compares objects"),
-    "a constant": (lambda n, x: n.relu(n.bn1(n.conv1(x))) * torch.exp(n.extra), "calls exp"),
-    "a constant from numpy": (lambda n, x: n.relu(n.bn1(n.conv1(x))) * torch.from_numpy(ONE), "uses a tensor"),
+    "a key": (lambda n, x: conv_bn_relu(n, x) * {3: 1.0}.get(x.shape[0], 2.0), "as a key"),
+    "text": (lambda n, x: conv_bn_relu(n, x) if str(x.dtype) != "torch.half" else x, "into text"),
+    "identity": (lambda n, x: conv_bn_relu(n, x) if x.dtype is not torch.half else x, "compares objects"),
+    "identity in a function": (lambda n, x: x if is_half(x) else conv_bn_relu(n, x), "compares objects"),
+    "a constant": (lambda n, x: conv_bn_relu(n, x) * torch.exp(n.extra), "calls exp"),
+    "a constant from numpy": (lambda n, x: conv_bn_relu(n, x) * torch.from_numpy(ONE), "uses a tensor"),
 }
 
 
@@ -807,7 +790,7 @@ def test_code_that_unpacks_another_number_of_tensors_fails_like_the_original(cha
 
 def test_a_question_about_the_process_is_asked_again_in_each_call(monkeypatch):
     def synchronizes(n, x):
-        y = n.relu(n.bn1(n.conv1(x)))
+        y = conv_bn_relu(n, x)
         return y * 2 if torch.distributed.is_initialized() or torch.jit.is_tracing() else y
 
     x = image()
@@ -826,9 +809,9 @@ def test_other_threads_can_convert_and_run_networks():
     def waits(n, x):
         waiting.set()
         sleep(0.01)
-        return n.relu(n.bn1(n.conv1(x))) + torch.zeros(1)
+        return conv_bn_relu(n, x) + torch.zeros(1)
 
-    x, other = image(), scramble_(Block(lambda n, x: n.relu(n.bn1(n.conv1(x))))).double().eval()
+    x, other = image(), scramble_(Block(conv_bn_relu)).double().eval()
     factory, expected = torch.zeros, other(x)
     nets = [scramble_(Block(waits)).double() for _ in range(3)]
     with ThreadPoolExecutor(3) as pool:
@@ -873,9 +856,9 @@ def test_code_whose_conditions_never_hold_is_not_reported_as_fused():
 
 
 ANSWERED = {
-    "isinstance": lambda n, x: n.relu(n.bn1(n.conv1(x))) if isinstance(x, torch.Tensor) else x,
-    "is_tensor": lambda n, x: n.relu(n.bn1(n.conv1(x))) if torch.is_tensor(x) else x,
-    "hasattr": lambda n, x: n.relu(n.bn1(n.conv1(x))) if not hasattr(x, "tensors") else x,
+    "isinstance": lambda n, x: conv_bn_relu(n, x) if isinstance(x, torch.Tensor) else x,
+    "is_tensor": lambda n, x: conv_bn_relu(n, x) if torch.is_tensor(x) else x,
+    "hasattr": lambda n, x: conv_bn_relu(n, x) if not hasattr(x, "tensors") else x,
     "of a layer": lambda n, x: n.relu(y) if isinstance(y := n.bn1(n.conv1(x)), torch.Tensor) else y,
 }
 
@@ -890,7 +873,7 @@ def test_code_that_is_called_with_nan_is_not_rewritten():
         def forward(self, x, floor=0.0):
             return super().forward(x)
 
-    net = Coded(lambda n, x: n.inner(x, float("nan")), inner=Inner(lambda n, x: n.relu(n.bn1(n.conv1(x)))))
+    net = Coded(lambda n, x: n.inner(x, float("nan")), inner=Inner(conv_bn_relu))
     converted = bn.convert(net.double(), image())
     assert "it is called with NaN" in converted.report["inner.bn1"].reason
 
@@ -899,13 +882,13 @@ def checks(n, x):
     assert x.size(dim=1) == 4, f"4 channels, not {x.size(1)}"
     if not x.is_floating_point() or x.dtype == torch.long:
         x = x.double()
-    return n.relu(n.bn1(n.conv1(x)))
+    return conv_bn_relu(n, x)
 
 
 def adds_a_dimension(n, x):
     if x.dim() == 3:
         x = x.unsqueeze(0)
-    return n.relu(n.bn1(n.conv1(x)))
+    return conv_bn_relu(n, x)
 
 
 def unpacks(n, x):
@@ -914,7 +897,7 @@ def unpacks(n, x):
     half //= 2  # h stays the same
     if h % 2 or h != w or min(h, w) > 6:
         return n.bn1(x).exp()
-    return n.relu(n.bn1(n.conv1(x))).reshape(b, c, half, h // half, w)
+    return conv_bn_relu(n, x).reshape(b, c, half, h // half, w)
 
 
 def loops_over_channels(n, x):
@@ -923,14 +906,14 @@ def loops_over_channels(n, x):
     scale = float(x.ndim) ** -0.5
     for i in range(x.size(1)):
         x = x + i
-    return n.relu(n.bn1(n.conv1(x))) * scale
+    return conv_bn_relu(n, x) * scale
 
 
 def looks_at_a_view(n, x):
     z = x.transpose(1, 3)[..., :2]
     _, *sizes = z.shape
     if z.size(-1) == len(z[0, 0, 0]) and sizes[0] > 5 and x.unsqueeze(0).dim() == 5:
-        return n.relu(n.bn1(n.conv1(x)))
+        return conv_bn_relu(n, x)
     return n.bn1(x).exp()
 
 
@@ -1131,7 +1114,7 @@ class Asks(ConvNorm):
 
 
 def test_a_child_that_traces_only_by_itself_is_called_as_it_is():
-    net = Block(lambda n, x: n.relu(n.f(x * 2) + n.g(n.relu(n.bn1(n.conv1(x))))))
+    net = Block(lambda n, x: n.relu(n.f(x * 2) + n.g(conv_bn_relu(n, x))))
     net.f = Asks()
     assert fused(converted_and_checked(net)) == {"bn1": "relu", "g.bn": "relu sum"}
     net.g = Asks()
