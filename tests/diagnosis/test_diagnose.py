@@ -597,13 +597,12 @@ def test_what_is_not_checked_is_listed():
         "whether running averages are stale or mix different inputs (5 or more batches are needed; got 1)",
     )
 
-    class OnlyEvaluates(nn.Module):
-        def forward(self, x):
-            if self.training:
-                raise NotImplementedError
-            return x
+    def only_evaluates(n, x):
+        if n.training:
+            raise NotImplementedError
+        return x
 
-    net = nn.Sequential(nn.BatchNorm1d(6), OnlyEvaluates())
+    net = nn.Sequential(nn.BatchNorm1d(6), Coded(only_evaluates))
     assert any("training mode" in what for what in bn.diagnose(net, data()).unchecked)
 
 
@@ -643,19 +642,13 @@ def test_the_network_does_not_change():
     assert torch.equal(torch.get_rng_state(), random)
 
 
-class InPlace(nn.Module):
-    def forward(self, x):
-        return x.mul_(2)
-
-
-class Noise(nn.Module):
-    def forward(self, x):
-        return x + torch.randn_like(x)
+def noise(n, x):
+    return x + torch.randn_like(x)
 
 
 def test_batches_and_random_numbers_are_left_alone():
     for change in (lambda net: net, lambda net: net.eval(), bn.freeze_):
-        net = nn.Sequential(InPlace(), Noise(), bn.BatchNorm1d(6))
+        net = nn.Sequential(Coded(lambda n, x: x.mul_(2)), Coded(noise), bn.BatchNorm1d(6))
         change(net)
         batches, random = data(), torch.get_rng_state()
         bn.diagnose(net, batches)
@@ -666,20 +659,19 @@ def test_batches_and_random_numbers_are_left_alone():
 def test_random_batches_stay_random():
     drawn = []
     bn.diagnose(
-        nn.Sequential(Noise(), nn.BatchNorm1d(6)), (drawn.append(torch.randn(9, 6)) or drawn[-1] for _ in range(3))
+        nn.Sequential(Coded(noise), nn.BatchNorm1d(6)), (drawn.append(torch.randn(9, 6)) or drawn[-1] for _ in range(3))
     )
     assert not torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[1], drawn[2])
 
 
 def test_an_exception_on_a_later_batch():
-    class Fails(nn.Module):
-        def forward(self, x):
-            if x[0, 0] == 7:
-                raise ValueError("a batch that starts with 7")
-            return x
+    def code(n, x):
+        if x[0, 0] == 7:
+            raise ValueError("a batch that starts with 7")
+        return x
 
-    net, batches, random = nn.Sequential(Fails(), nn.BatchNorm1d(6)), data(), torch.get_rng_state()
+    net, batches, random = nn.Sequential(Coded(code), nn.BatchNorm1d(6)), data(), torch.get_rng_state()
     batches[3][0, 0] = 7
     before = copy.deepcopy(net.state_dict())
     with pytest.raises(ValueError, match="a batch that starts with 7"):

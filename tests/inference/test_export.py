@@ -40,16 +40,10 @@ def test_a_single_example_still_gives_a_dynamic_batch(tmp_path, name):
     assert done.batch_sizes == (1, 2, 3, 16)
 
 
-class ByBatchSize(nn.Module):
-    """Run code that depends on the batch size."""
-
-    def __init__(self, special):
-        super().__init__()
-        self.linear, self.norm, self.special = nn.Linear(3, 4), nn.BatchNorm1d(4), special
-
-    def forward(self, x):
-        y = self.norm(self.linear(x))
-        return y * 2 if self.special(x.shape[0]) else y
+def returning(code):
+    """Return a network whose output is ``code`` of a batch normalization's output."""
+    net = Coded(lambda n, x: code(n.norm(n.linear(x))), linear=nn.Linear(3, 4), norm=nn.BatchNorm1d(4))
+    return scramble_(net).eval()
 
 
 @pytest.mark.parametrize(
@@ -63,7 +57,7 @@ class ByBatchSize(nn.Module):
     ids=["threshold", "even", "own", "pt2"],
 )
 def test_a_file_that_differs_at_another_batch_size_is_not_written(tmp_path, name, size, special, wrong):
-    net = scramble_(ByBatchSize(special)).eval()
+    net = returning(lambda y: y * 2 if special(y.shape[0]) else y)
     with pytest.raises(ValueError, match=f"on a batch of {wrong} differs .* with dynamic_batch=False"):
         bn.export(net, torch.randn(size, 3), tmp_path / name)
     assert not list(tmp_path.iterdir())
@@ -71,14 +65,10 @@ def test_a_file_that_differs_at_another_batch_size_is_not_written(tmp_path, name
 
 
 def test_a_file_that_fails_at_another_batch_size_is_not_written(tmp_path):
-    class Rows(ByBatchSize):
-        def forward(self, x):
-            y = self.norm(self.linear(x))
-            return torch.stack([y[i] * (i + 1) for i in range(min(x.shape[0], 8))])
-
+    net = returning(lambda y: torch.stack([y[i] * (i + 1) for i in range(min(y.shape[0], 8))]))
     for size in (2, 1):
         with pytest.raises(ValueError, match=r"fails on a batch of 1, .* with dynamic_batch=False"):
-            bn.export(scramble_(Rows(None)).eval(), torch.randn(size, 3), tmp_path / "net.onnx")
+            bn.export(net, torch.randn(size, 3), tmp_path / "net.onnx")
         assert not list(tmp_path.iterdir())
 
 
@@ -91,22 +81,18 @@ def test_a_small_output_in_a_small_batch_is_no_difference(tmp_path):
 
 
 def test_batch_sizes_that_the_network_refuses_are_not_checked(tmp_path):
-    class Pairs(ByBatchSize):
-        def forward(self, x):
-            return self.norm(self.linear(x)).reshape(-1, 2, 4).sum(1)
-
-    done = bn.export(scramble_(Pairs(None)).eval(), torch.randn(4, 3), tmp_path / "net.onnx")
+    done = bn.export(returning(lambda y: y.reshape(-1, 2, 4).sum(1)), torch.randn(4, 3), tmp_path / "net.onnx")
     assert done.batch_sizes == (2, 4, 16)
 
 
 def test_folding_is_checked_at_other_batch_sizes(tmp_path):
-    class Sometimes(ByBatchSize):
-        def forward(self, x):
-            y = self.linear(x)
-            return self.norm(y) if x.shape[0] > 1 else y
+    def code(n, x):
+        y = n.linear(x)
+        return n.norm(y) if x.shape[0] > 1 else y
 
+    net = scramble_(Coded(code, linear=nn.Linear(3, 4), norm=nn.BatchNorm1d(4))).eval()
     with pytest.raises(ValueError, match="on a batch of 1 differs"):
-        bn.export(scramble_(Sometimes(None)).eval(), torch.randn(2, 3), tmp_path / "net.onnx")
+        bn.export(net, torch.randn(2, 3), tmp_path / "net.onnx")
 
 
 def test_large_inputs_are_not_repeated_many_times(tmp_path):
@@ -165,15 +151,6 @@ def test_inputs_by_name(tmp_path, name):
     assert done.relative_error < 1e-5
 
 
-class Returns(nn.Module):
-    def __init__(self, code):
-        super().__init__()
-        self.linear, self.norm, self.code = nn.Linear(3, 4), nn.BatchNorm1d(4), code
-
-    def forward(self, x):
-        return self.code(self.norm(self.linear(x)))
-
-
 @pytest.mark.parametrize(
     ("code", "where"),
     [
@@ -183,7 +160,7 @@ class Returns(nn.Module):
     ],
 )
 def test_onnx_files_return_only_tensors(tmp_path, code, where):
-    net, x = scramble_(Returns(code)).eval(), torch.randn(4, 3)
+    net, x = returning(code), torch.randn(4, 3)
     with pytest.raises(ValueError, match=f"the network's {where}.* or write a .pt2 file"):
         bn.export(net, x, tmp_path / "net.onnx")
     bn.export(net, x, tmp_path / "net.pt2")
@@ -193,19 +170,19 @@ def test_onnx_files_return_only_tensors(tmp_path, code, where):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_an_output_may_be_none(tmp_path, name):
-    net = scramble_(Returns(lambda y: (y, None))).eval()
+    net = returning(lambda y: (y, None))
     assert bn.export(net, torch.randn(4, 3), tmp_path / name).relative_error < 1e-5
 
 
 def test_a_file_that_cannot_be_read_is_not_written(tmp_path):
-    net = scramble_(Returns(lambda y: (y, "text"))).eval()
+    net = returning(lambda y: (y, "text"))
     with pytest.raises(ValueError, match=r"torch cannot export this network to \.pt2"):
         bn.export(net, torch.randn(4, 3), tmp_path / "net.pt2")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_network_that_fixes_its_batch_is_told_so(tmp_path):
-    net = Returns(lambda y: y.reshape(2, 4)).eval()
+    net = returning(lambda y: y.reshape(2, 4))
     with pytest.raises(ValueError, match="try dynamic_batch=False"):
         bn.export(net, torch.randn(2, 3), tmp_path / "net.pt2")
     assert not list(tmp_path.iterdir())

@@ -192,13 +192,8 @@ def test_placement_after_needs_modules_called_once():
     assert {site.reason for site in report} == {"it is called more than once"}
 
 
-class Rearranged(nn.Module):
-    def __init__(self, affine, rearrange):
-        super().__init__()
-        self.affine, self.rearrange, self.act = affine, rearrange, nn.Tanh()
-
-    def forward(self, x):
-        return self.act(self.rearrange(self.affine(x)))
+def rearranged(affine, rearrange):
+    return Coded(lambda n, x: n.act(rearrange(n.affine(x))), affine=affine, act=nn.Tanh())
 
 
 @pytest.mark.parametrize(
@@ -215,17 +210,17 @@ class Rearranged(nn.Module):
 )
 def test_placement_after_finds_the_features(rearrange, size, over):
     x = torch.randn(6, 4, 3)  # as many positions as features
-    inserted = bn.insert(Rearranged(nn.Linear(3, 4), rearrange), x, placement="after")
+    inserted = bn.insert(rearranged(nn.Linear(3, 4), rearrange), x, placement="after")
     torch.testing.assert_close(inserted(x).mean(over), torch.zeros(size), rtol=0, atol=1e-5)
 
 
 def test_placement_after_finds_the_features_of_a_convolution():
-    net = Rearranged(nn.Conv2d(3, 4, 1), lambda y: y.flatten(2).transpose(1, 2))
+    net = rearranged(nn.Conv2d(3, 4, 1), lambda y: y.flatten(2).transpose(1, 2))
     x = torch.randn(6, 3, 2, 2)
     torch.testing.assert_close(bn.insert(net, x, placement="after")(x).mean((0, 1)), torch.zeros(4), rtol=0, atol=1e-5)
-    net = Rearranged(nn.Conv2d(3, 4, 1), lambda y: y.view(len(y), -1))
+    net = rearranged(nn.Conv2d(3, 4, 1), lambda y: y.view(len(y), -1))
     assert bn.insert(net, x, placement="after").report["act"].action == "inserted BatchNorm1d(16)"
-    net = Rearranged(nn.Conv2d(3, 4, 1), lambda y: F.pixel_shuffle(y, 2))
+    net = rearranged(nn.Conv2d(3, 4, 1), lambda y: F.pixel_shuffle(y, 2))
     assert bn.insert(net, x, placement="after").report["act"].action == "inserted BatchNorm2d(1)"
 
 
@@ -242,7 +237,7 @@ def test_placement_after_finds_the_features_of_a_convolution():
     ],
 )
 def test_placement_after_skips_features_that_it_cannot_find(rearrange):
-    net = Rearranged(nn.Linear(3, 4), rearrange)
+    net = rearranged(nn.Linear(3, 4), rearrange)
     report = bn.insert(net, torch.randn(6, 4, 3), placement="after").report
     assert report["act"].reason.startswith(
         "cannot find the features in dimension 1 or the last dimension of its output"

@@ -35,19 +35,10 @@ class Net(nn.Module):
         return y.flatten(1) if self.rows is None else y.view(self.rows, 4 * 4 * 4)
 
 
-class Change(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
-
-
 def verify(function, net=None):
     old = Net() if net is None else net
     new = copy.deepcopy(old)
-    new.change = Change(function)
+    new.change = Coded(lambda n, x: function(x))
     return verify_conversion(old, new, torch.randn(4, 3, 6, 6), None, modes=2, step=lambda doing: None)
 
 
@@ -66,17 +57,12 @@ class OneChannelScaled(Scaled):
         return torch.cat([1.5 * dy[:, :1], dy[:, 1:]], 1)
 
 
-class WrongInTraining(nn.Module):
-    def forward(self, x):
-        return OneChannelScaled.apply(x) if self.training else x
-
-
 @pytest.mark.parametrize("seed", range(5))  # a check on only two rows would miss the error for two of these seeds
 def test_a_wrong_gradient_of_one_channel_below_maps_of_one_pixel(seed):
     torch.manual_seed(seed)
     old = nn.Sequential(nn.Linear(16, 32), nn.Identity(), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10))
     new = copy.deepcopy(old)
-    new[1] = WrongInTraining()
+    new[1] = Coded(lambda n, x: OneChannelScaled.apply(x) if n.training else x)
     with pytest.raises(ValueError, match="the gradient of '0"):
         verify_conversion(old, new, torch.randn(8, 16), None, modes=2, step=lambda doing: None)
 
