@@ -31,7 +31,7 @@ from .change_report import LayerStatistics, Population, Site
 from .graph import Graph, TracedCall, trace
 from .graph.kinds import keeps_torch_forward
 from .layers import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d, Renorm, Sync
-from .network_copy import restored
+from .network_copy import changed, restored
 from .ops.moments import AveragedMoments, MomentAccumulator, batch_moments, merge_averages
 from .progress import length_of, progress
 
@@ -178,15 +178,11 @@ def estimate_(
 @contextmanager
 def _without_renorm(layers: Layers) -> Iterator[None]:
     """Inside the block, normalize by the batch alone; ``Renorm`` would correct toward the old running statistics."""
-    changed = [m for m in layers if isinstance(m, BatchNorm) and isinstance(m.statistics, Renorm)]
-    before = [m.statistics for m in changed]
-    for layer in changed:
-        layer.statistics = None
-    try:
+    with ExitStack() as stack:
+        for layer in layers:
+            if isinstance(layer, BatchNorm) and isinstance(layer.statistics, Renorm):
+                stack.enter_context(changed(layer, statistics=None))
         yield
-    finally:
-        for layer, statistics in zip(changed, before, strict=True):
-            layer.statistics = statistics
 
 
 def _layers_to_estimate(net: nn.Module) -> tuple[Layers, list[Site]]:
@@ -383,9 +379,7 @@ class _Observer:
             if self.own_forward and isinstance(layer, BatchNorm):
                 # BatchNorm.forward passes what it normalizes to _check_input, so replace that method with one that
                 # records the input. Disable the fast path, which does not call _check_input.
-                patches = {"_fast": lambda *args: None, "_check_input": self._check_input}
-                vars(layer).update(patches)
-                stack.callback(lambda: [vars(layer).pop(name) for name in patches])
+                stack.enter_context(changed(layer, _fast=lambda *args: None, _check_input=self._check_input))
             yield
 
     def _before(self, layer: nn.Module, args: Any, kwargs: Any) -> None:
