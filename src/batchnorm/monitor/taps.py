@@ -177,11 +177,10 @@ def probing(net: nn.Module) -> Iterator[None]:
     """
     modules = list(net.modules())
     modes = [m.training for m in modules]
-    devices = {p.device.index for p in net.parameters() if p.device.type == "cuda"}
     with (
         torch.no_grad(),
         network_call.eagerly(),
-        torch.random.fork_rng([d for d in devices if d is not None]),
+        torch.random.fork_rng({p.device for p in net.parameters() if p.is_cuda}),
         borrowed_buffers(modules),
         unsynchronized(modules),
     ):
