@@ -2,14 +2,15 @@
 
 import torch
 import torch.nn.functional as F
+from networks import Coded
 from torch import nn
 
 
-class Block(nn.Module):
+class Block(Coded):
     """A block with two convolutions, two norms, a shared activation and a shortcut. Its forward calls ``code``."""
 
     def __init__(self, code, activation=None):
-        super().__init__()
+        super().__init__(code)
         self.conv1, self.bn1 = nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
         self.conv2, self.bn2 = nn.Conv2d(4, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4)
         self.shortcut = nn.Sequential(nn.Conv2d(4, 4, 1, bias=False), nn.BatchNorm2d(4))
@@ -18,10 +19,6 @@ class Block(nn.Module):
         self.f, self.g = ConvNorm(), ConvNorm()
         self.flag, self.scale, self.extra = False, 2, torch.ones(1, 4, 1, 1, dtype=torch.double)
         self.drop.counts = {"calls": 0}
-        self.code = code
-
-    def forward(self, x):
-        return self.code(self, x)
 
 
 class Bottleneck(nn.Module):

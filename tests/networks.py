@@ -21,6 +21,19 @@ def scramble_(net):
     return net
 
 
+class Coded(nn.Module):
+    """A network with the given attributes; ``code``, a function of the network and its input, is its forward."""
+
+    def __init__(self, code, **attributes):
+        super().__init__()
+        self.code = code
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x):
+        return self.code(self, x)
+
+
 class BasicBlock(nn.Module):
     """A residual block with one in-place ReLU module that is called twice; its shortcut may have a projection."""
 
@@ -95,41 +108,27 @@ class InvertedResidual(nn.Module):
         return x + self.project(y * self.squeeze(y))
 
 
-class SharedConv(nn.Module):
-    """One convolution called twice, with a BN after the first call only."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(3, 3, 3, padding=1)
-        self.bn = nn.BatchNorm2d(3)
-
-    def forward(self, x):
-        return self.conv(F.relu(self.bn(self.conv(x))))
+def shared_conv():
+    """Return a network that calls one convolution twice, with a BN after the first call only."""
+    conv, norm = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)
+    return Coded(lambda n, x: n.conv(F.relu(n.bn(n.conv(x)))), conv=conv, bn=norm)
 
 
-class SharedPair(nn.Module):
-    """A convolution and its BN, both called twice, always together."""
+def shared_pair():
+    """Return a network that calls a convolution and its BN twice, always together."""
 
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(3, 3, 3, padding=1)
-        self.bn = nn.BatchNorm2d(3)
-
-    def forward(self, x):
+    def code(n, x):
         for _ in range(2):
-            x = torch.tanh(self.bn(self.conv(x)))
+            x = torch.tanh(n.bn(n.conv(x)))
         return x
 
+    return Coded(code, conv=nn.Conv2d(3, 3, 3, padding=1), bn=nn.BatchNorm2d(3))
 
-class SharedNorm(nn.Module):
-    """One BN for two convolutions."""
 
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.bn = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
-
-    def forward(self, x):
-        return self.bn(self.a(x)).relu_() - self.bn(self.b(x)).sigmoid()
+def shared_norm():
+    """Return a network with one BN for two convolutions."""
+    a, b = nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 3, padding=1)
+    return Coded(lambda n, x: n.bn(n.a(x)).relu_() - n.bn(n.b(x)).sigmoid(), a=a, b=b, bn=nn.BatchNorm2d(4))
 
 
 class Sequence(nn.Module):
@@ -185,14 +184,9 @@ class NormWithActivation(nn.BatchNorm2d):
         return F.leaky_relu(super().forward(x), 0.1)
 
 
-class Transposed(nn.Module):
-    def __init__(self, groups):
-        super().__init__()
-        self.up = nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, output_padding=1, groups=groups)
-        self.bn = nn.BatchNorm2d(6)
-
-    def forward(self, x):
-        return self.bn(self.up(x)).relu()
+def transposed(groups):
+    up = nn.ConvTranspose2d(4, 6, 3, stride=2, padding=1, output_padding=1, groups=groups)
+    return Coded(lambda n, x: n.bn(n.up(x)).relu(), up=up, bn=nn.BatchNorm2d(6))
 
 
 class Branching(nn.Module):
@@ -230,14 +224,14 @@ ZOO = {
     "residual": (Residual, image, [FOLD] * 6),
     "dense": (Dense, image, [MAP] * 4),
     "inverted_residual": (InvertedResidual, lambda: image(2, 8, 7, 7), [FOLD] * 3),
-    "shared_conv": (SharedConv, image, [MAP]),
-    "shared_pair": (SharedPair, image, [FOLD]),
-    "shared_norm": (SharedNorm, image, [FOLD]),
+    "shared_conv": (shared_conv, image, [MAP]),
+    "shared_pair": (shared_pair, image, [FOLD]),
+    "shared_norm": (shared_norm, image, [FOLD]),
     "linear_on_3d": (Sequence, lambda: torch.randn(4, 6, 5), [MAP, FOLD]),
     "recurrent": (Recurrent, lambda: torch.randn(4, 3, 5), [FOLD, FOLD]),
     "functional": (Functional, image, [FOLD, FOLD]),
-    "transposed": (lambda: Transposed(1), lambda: image(2, 4, 5, 5), [FOLD]),
-    "transposed_grouped": (lambda: Transposed(2), lambda: image(2, 4, 5, 5), [FOLD]),
+    "transposed": (lambda: transposed(1), lambda: image(2, 4, 5, 5), [FOLD]),
+    "transposed_grouped": (lambda: transposed(2), lambda: image(2, 4, 5, 5), [FOLD]),
     "branching": (Branching, image, [FOLD]),
     "fused_residual": (FusedResidual, image, [FOLD, FOLD]),
     "own_forward": (

@@ -38,14 +38,18 @@ class Expected(NamedTuple):
         assert_near(y, self.y, x.dtype, "y", scale)
         assert_near(moments.mean, self.mean, stats, "mean")
         assert_near(moments.var, self.var, stats, "var", 5 * scale)
-        assert_near(x.grad, self.dx, x.dtype, "dx", scale, self.dx_terms)
         # The parameters are float32. But if the activation's derivative is computed from y, the terms of the
         # parameters' gradients also contain the rounding errors of y.
         wide = torch.float32 if x.dtype == torch.float64 else x.dtype
-        assert_near(gamma.grad, self.dgamma, wide, "dgamma", scale, self.sum_terms)
-        assert_near(beta.grad, self.dbeta, wide, "dbeta", scale, self.sum_terms)
+        self.check_gradients(x.grad, gamma.grad, beta.grad, x.dtype, wide, scale)
         if residual is not None:
             assert_near(residual.grad, self.dresidual, x.dtype, "dresidual", scale)
+
+    def check_gradients(self, dx, dgamma, dbeta, dtype, sums=torch.float32, scale=1.0):
+        """Compare gradients; ``dtype`` gives the tolerance of dx, and ``sums`` that of dgamma and dbeta."""
+        assert_near(dx, self.dx, dtype, "dx", scale, self.dx_terms)
+        assert_near(dgamma, self.dgamma, sums, "dgamma", scale, self.sum_terms)
+        assert_near(dbeta, self.dbeta, sums, "dbeta", scale, self.sum_terms)
 
 
 def rows(x: Tensor, feature_dims: int = 1) -> Tensor:

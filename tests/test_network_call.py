@@ -130,10 +130,10 @@ def test_a_type_error_inside_the_network_is_its_own():
         network_call.call(Broken(), torch.zeros(2))
 
 
-def test_moving_copies_on_request_and_keeps_the_form():
+def test_a_copied_batch_keeps_its_form():
     x = torch.randn(2, 3, requires_grad=True)
     batch = {"pair": Pair(x, x), "list": [x, "text"]}
-    moved = network_call.to_device(batch, torch.device("cpu"), copy=True)
+    moved = network_call.copy_for(nn.Identity(), batch)
     assert isinstance(moved["pair"], Pair)
     assert moved["list"][1] == "text"
     assert moved["list"][0].data_ptr() != x.data_ptr()
@@ -174,7 +174,7 @@ def test_tensors_are_found_in_any_object_and_cycles_end():
 
 def test_tensors_in_objects_are_moved_in_a_copy():
     batch = SimpleNamespace(x=torch.zeros(2), n=torch.tensor([3]))
-    moved = network_call.to_device([batch], torch.device("cpu"), copy=True, dtype=torch.float64)[0]
+    moved = network_call.copy_for(nn.Identity(), [batch], torch.float64)[0]
     assert isinstance(moved, SimpleNamespace)
     assert moved.x.dtype == torch.float64
     assert moved.n.dtype == torch.int64

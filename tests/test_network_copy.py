@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from networks import Coded
 from torch import nn
 
 import batchnorm as bn
@@ -14,18 +15,8 @@ from batchnorm.network_copy import copy_with, outputs, private_copy, relative_er
 
 
 def test_references_in_lists_closures_and_methods_follow():
-    class Odd(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.relu = nn.ReLU()
-            self.plain = [self.relu]
-            self.method = self.relu.forward
-            self.table = {"again": (self.relu,)}
-
-        def forward(self, x):
-            return self.plain[0](x)
-
-    net = Odd()
+    relu = nn.ReLU()
+    net = Coded(lambda n, x: n.plain[0](x), relu=relu, plain=[relu], method=relu.forward, table={"again": (relu,)})
     new = copy_with(net, {net.relu: lambda memo: nn.Tanh()})
     assert isinstance(new.relu, nn.Tanh)
     assert new.plain[0] is new.relu is new.table["again"][0] is new.method.__self__

@@ -84,6 +84,6 @@ def test_a_monitor_records_with_packed_sequences(make, batch):
 
 
 def test_batch_sizes_stay_on_the_cpu():
-    moved = network_call.to_device({"packed": PACKED}, torch.device("meta"))["packed"]
+    moved = network_call.copy_for(nn.Linear(1, 1, device="meta"), {"packed": PACKED})["packed"]
     assert isinstance(moved, PackedSequence)
     assert (moved.data.device.type, moved.batch_sizes.device.type) == ("meta", "cpu")

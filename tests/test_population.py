@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from networks import Recurrent, Residual, scramble_
+from networks import Coded, Recurrent, Residual, scramble_
 from torch import nn
 
 import batchnorm as bn
@@ -498,15 +498,7 @@ def test_one_batch_says_nothing_about_its_error():
 
 
 def test_a_layer_that_is_not_called_is_left_alone():
-    class Half(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = bn.BatchNorm1d(2), bn.BatchNorm1d(2)
-
-        def forward(self, x):
-            return self.a(x)
-
-    report = bn.estimate_(Half(), [torch.randn(4, 2)])
+    report = bn.estimate_(Coded(lambda n, x: n.a(x), a=bn.BatchNorm1d(2), b=bn.BatchNorm1d(2)), [torch.randn(4, 2)])
     assert [site.reason for site in report.left_alone] == [
         "not called on these batches, or only on empty or fully masked inputs"
     ]
@@ -540,15 +532,7 @@ def test_layers_that_stopped_tracking_are_measured_from_outside(kind):
 @pytest.mark.parametrize("upstream", ["batch", "population"])
 @pytest.mark.parametrize("kind", [nn.BatchNorm1d, bn.BatchNorm1d])
 def test_a_layer_whose_forward_is_called_directly(kind, upstream):
-    class Direct(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = kind(3)
-
-        def forward(self, x):
-            return self.norm.forward(x)
-
-    net = Direct()
+    net = Coded(lambda n, x: n.norm.forward(x), norm=kind(3))
     with pytest.raises(ValueError, match=r"layer\(x\).*layer\.forward\(x\)"):
         bn.estimate_(net, [torch.randn(6, 3)], upstream=upstream)
     assert net.norm.running_mean.eq(0).all()
@@ -657,12 +641,8 @@ def test_a_tuple_that_the_network_cannot_take_names_forward():
 
 @pytest.mark.parametrize("upstream", ["batch", "population"])
 def test_batches_are_copied(upstream):
-    class InPlace(nn.Module):
-        def forward(self, x):
-            return x.mul_(2)
-
     data = [torch.randn(64, 3) for _ in range(4)]
-    net = nn.Sequential(InPlace(), nn.BatchNorm1d(3), nn.Linear(3, 3), nn.BatchNorm1d(3))
+    net = nn.Sequential(Coded(lambda n, x: x.mul_(2)), nn.BatchNorm1d(3), nn.Linear(3, 3), nn.BatchNorm1d(3))
     before = [x.clone() for x in data]
     bn.estimate_(net, data, rule="pooled", upstream=upstream)
     torch.testing.assert_close(data, before, rtol=0, atol=0)

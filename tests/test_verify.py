@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from networks import scramble_
+from networks import Coded, scramble_
 from torch import nn
 
 import batchnorm as bn
@@ -231,18 +231,13 @@ def test_a_wrong_rule_is_found_even_where_rounding_hides_its_effect():
 
 
 def test_a_network_that_does_not_run_in_float64_is_compared_in_its_own_precision():
-    class Single(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = chaotic()
-
-        def forward(self, x):
-            if x.dtype != torch.float32:
-                raise TypeError("float32 only")
-            return self.body(x)
+    def code(n, x):
+        if x.dtype != torch.float32:
+            raise TypeError("float32 only")
+        return n.body(x)
 
     torch.manual_seed(0)
-    net, x = Single(), torch.randn(8, 16)
+    net, x = Coded(code, body=chaotic()), torch.randn(8, 16)
     assert bn.fold(net, x).report.relative_error > 1e-4
     assert bn.convert(net, x).report.relative_error > 1e-4
     wrong = copy.deepcopy(net)

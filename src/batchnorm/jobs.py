@@ -7,7 +7,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections import deque
@@ -18,7 +17,7 @@ from types import FrameType
 from typing import IO, Any, Protocol
 
 from .errors import JobsFailedError, sentence
-from .processes import ChildProcess
+from .processes import ChildProcess, handling
 from .progress import Display
 
 POLL = 0.2
@@ -51,9 +50,7 @@ class StopSignal:
 
 @contextmanager
 def stop_signal() -> Iterator[StopSignal]:
-    """Catch SIGTERM and Ctrl-C inside the block, and restore the handlers after it.
-
-    Only the main thread can catch signals; in other threads the block runs without handlers.
+    """Catch SIGTERM and Ctrl-C inside the block, unless it runs in a thread other than the main thread.
 
     >>> with stop_signal() as stop:
     ...     os.kill(os.getpid(), signal.SIGTERM)
@@ -61,13 +58,8 @@ def stop_signal() -> Iterator[StopSignal]:
     True
     """
     stop = StopSignal()
-    in_main = threading.current_thread() is threading.main_thread()
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT) if in_main}
-    try:
+    with handling(signal.SIGTERM, signal.SIGINT, handler=stop):
         yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class Job(Protocol):

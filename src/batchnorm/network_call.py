@@ -171,19 +171,15 @@ def device_of(net: nn.Module) -> torch.device:
     return torch.device("cpu")
 
 
-def to_device(batch: Any, device: torch.device, *, copy: bool = False, dtype: torch.dtype | None = None) -> Any:
-    """Return the batch with its tensors on ``device``; if ``dtype`` is given, cast floating-point tensors to it.
-
-    With ``copy``, tensors that are already on the device are copied too, so that in-place operations cannot change the
-    caller's tensors.
-    """
-
+def copy_for(net: nn.Module, batch: Any, dtype: torch.dtype | None = None) -> Any:
+    """Return a copy of the batch on the network's device; if ``dtype`` is given, cast floating-point tensors to it."""
+    device = device_of(net)
     # torch requires the batch_sizes of a PackedSequence to stay on the CPU.
     staying = {id(item.batch_sizes) for _, item in walk([("", batch)]) if isinstance(item, PackedSequence)}
 
     def move(t: Tensor) -> Tensor:
         target = t.device if id(t) in staying else device
-        return t.detach().to(target, dtype if t.is_floating_point() else None, copy=copy)
+        return t.detach().to(target, dtype if t.is_floating_point() else None, copy=True)
 
     return map_tensors(batch, move, lambda other: _with_tensors(other, move))
 

@@ -139,6 +139,28 @@ def restored(net: nn.Module) -> Iterator[None]:
             m._buffers[key] = buffer
 
 
+@contextmanager
+def changed(owner: object, **attributes: Any) -> Iterator[None]:
+    """Inside the block, set plain attributes of an object, such as a module of a network.
+
+    On exit, restore the old values, and delete the attributes that the object did not have.
+
+    >>> relu = nn.ReLU()
+    >>> with changed(relu, inplace=True, note="new"): print(relu)
+    ReLU(inplace=True)
+    >>> relu.inplace, hasattr(relu, "note")
+    (False, False)
+    """
+    kept = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
+    vars(owner).update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            del vars(owner)[name]
+        vars(owner).update(kept)
+
+
 class SharedWithOriginalError(ValueError):
     """Report that a copy of a network uses a part of the original."""
 
@@ -234,7 +256,12 @@ def outputs(
     twin = private_copy(net)
     if training is not None:
         twin.train(training)
-    batch = network_call.to_device(example, network_call.device_of(net), copy=True)
+    return run_copy(net, twin, example, forward)
+
+
+def run_copy(net: nn.Module, twin: nn.Module, example: Any, forward: network_call.Forward | None) -> Any:
+    """Run ``twin``, a copy of ``net``, on a copy of the example, as :func:`isolated` does; return its outputs."""
+    batch = network_call.copy_for(net, example)
     with isolated(net, twin):
         return network_call.call(twin, batch, forward)
 

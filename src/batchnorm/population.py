@@ -31,7 +31,7 @@ from .change_report import LayerStatistics, Population, Site
 from .graph import Graph, TracedCall, trace
 from .graph.kinds import is_scripted_norm, keeps_torch_forward
 from .layers import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d, Renorm, Sync
-from .network_copy import restored
+from .network_copy import changed, restored
 from .ops.moments import AveragedMoments, MomentAccumulator, batch_moments, merge_averages
 from .progress import length_of, progress
 
@@ -179,15 +179,11 @@ def estimate_(
 @contextmanager
 def _without_renorm(layers: Layers) -> Iterator[None]:
     """Inside the block, normalize by the batch alone; ``Renorm`` would correct toward the old running statistics."""
-    changed = [m for m in layers if isinstance(m, BatchNorm) and isinstance(m.statistics, Renorm)]
-    before = [m.statistics for m in changed]
-    for layer in changed:
-        layer.statistics = None
-    try:
+    with ExitStack() as stack:
+        for layer in layers:
+            if isinstance(layer, BatchNorm) and isinstance(layer.statistics, Renorm):
+                stack.enter_context(changed(layer, statistics=None))
         yield
-    finally:
-        for layer, statistics in zip(changed, before, strict=True):
-            layer.statistics = statistics
 
 
 def _layers_to_estimate(net: nn.Module) -> tuple[Layers, list[Site]]:
@@ -278,12 +274,12 @@ def _graphs_of_others(
     net: nn.Module, missing: set[nn.Module], batches: Iterable[Any], forward: network_call.Forward | None
 ) -> Iterator[Graph]:
     """Trace each batch that reaches a layer that no earlier batch has reached."""
-    device, reached = network_call.device_of(net), set[nn.Module]()
+    reached = set[nn.Module]()
     for number, batch in enumerate(batches, 1):
         with network_call.at_index(number, batch), ExitStack() as stack:
             for m in missing:
                 stack.enter_context(m.register_forward_pre_hook(lambda m, _: reached.add(m)))
-            network_call.call(net, network_call.to_device(batch, device, copy=True), forward)
+            network_call.call(net, network_call.copy_for(net, batch), forward)
         if reached & missing:
             yield trace(net, batch, forward)
             missing = missing - reached
@@ -313,7 +309,7 @@ def _run(
     functional: _FunctionalCalls,
 ) -> int:
     """Run the network on all batches while the observers record their layers' moments; return the number of batches."""
-    device, number = network_call.device_of(net), -1
+    number = -1
     functional.observers = {observer.layer: observer for observer in observers if observer.own_forward}
     with ExitStack() as stack:
         for observer in observers:
@@ -323,7 +319,7 @@ def _run(
         for number, batch in enumerate(batches):
             watched = functional if number == 0 or functional.observers else nullcontext()
             with network_call.at_index(number, batch), watched:
-                network_call.call(net, network_call.to_device(batch, device, copy=True), forward)
+                network_call.call(net, network_call.copy_for(net, batch), forward)
     return number + 1
 
 
@@ -386,9 +382,7 @@ class _Observer:
             if self.own_forward and isinstance(layer, BatchNorm):
                 # BatchNorm.forward passes what it normalizes to _check_input, so replace that method with one that
                 # records the input. Disable the fast path, which does not call _check_input.
-                patches = {"_fast": lambda *args: None, "_check_input": self._check_input}
-                vars(layer).update(patches)
-                stack.callback(lambda: [vars(layer).pop(name) for name in patches])
+                stack.enter_context(changed(layer, _fast=lambda *args: None, _check_input=self._check_input))
             yield
 
     def _before(self, layer: nn.Module, args: Any, kwargs: Any) -> None:

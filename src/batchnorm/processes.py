@@ -31,7 +31,9 @@ class ChildProcess:
 
     def __init__(self, target: Work, *args: Any) -> None:
         self._process = SPAWN.Process(target=target, args=args)
-        with _ignoring_ctrl_c():
+        # Ignore Ctrl-C until the process sets its own handler. Otherwise, Ctrl-C would print a traceback from each
+        # process that is still importing torch.
+        with handling(signal.SIGINT, handler=signal.SIG_IGN):
             self._process.start()
 
     @property
@@ -52,20 +54,18 @@ class ChildProcess:
 
 
 @contextmanager
-def _ignoring_ctrl_c() -> Iterator[None]:
-    """Make processes that are started inside the block ignore Ctrl-C until they set their own handler.
+def handling(*numbers: signal.Signals, handler: Any) -> Iterator[None]:
+    """Handle signals with ``handler`` inside the block, and restore the handlers after it.
 
-    Otherwise, Ctrl-C would print a traceback from each process that is still importing torch. This works only in the
-    main thread; in other threads, nothing changes.
+    Only the main thread can set handlers; in other threads, nothing changes.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    in_main = threading.current_thread() is threading.main_thread()
+    before = {number: signal.signal(number, handler) for number in numbers if in_main}
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 class Remote(ChildProcess):

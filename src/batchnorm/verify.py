@@ -145,7 +145,7 @@ class _CopyRunner:
         if seed is not None:
             _nudge_(twin, steps, seed)
         dtype = torch.float64 if double else None
-        batch = network_call.to_device(self.example, network_call.device_of(net), copy=True, dtype=dtype)
+        batch = network_call.copy_for(net, self.example, dtype)
         before = {id(item): (item, copy.deepcopy(item)) for item in (*_attributes(twin).values(), *twin.buffers())}
         with isolated(net, twin), _default_dtype(dtype):
             output = network_call.call(twin, batch, self.forward)
@@ -191,9 +191,7 @@ def _made_in_double(old: nn.Module, new: nn.Module, example: Any, make: Make) ->
         twin = private_copy(old)
         _to_double_(twin)
         with _default_dtype(torch.float64):
-            wide = make(
-                twin, network_call.to_device(example, network_call.device_of(old), copy=True, dtype=torch.float64)
-            )
+            wide = make(twin, network_call.copy_for(old, example, torch.float64))
     except SharedWithOriginalError:
         raise
     except Exception:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from networks import scramble_
+from networks import Coded, scramble_
 from torch import nn
 
 import batchnorm as bn
@@ -468,15 +468,7 @@ def test_a_gap_within_three_standard_errors_is_not_reported(shifts, found):
 
 
 def test_a_layer_with_different_inputs():
-    class Shared(nn.Module):
-        def __init__(self, shift):
-            super().__init__()
-            self.bn, self.shift = nn.BatchNorm1d(6), shift
-
-        def forward(self, x):
-            return self.bn(x) + self.bn(x + self.shift)
-
-    net = Shared(0.0)
+    net = Coded(lambda n, x: n.bn(x) + n.bn(x + n.shift), bn=nn.BatchNorm1d(6), shift=0.0)
     bn.estimate_(net, data())
     assert not rules(net.train())
     net.shift = torch.randn(6) / 40  # sampling noise
@@ -500,11 +492,7 @@ class Standardized(nn.Linear):
 
 
 def test_functional_batch_normalization():
-    class Functional(nn.Module):
-        def forward(self, x):
-            return F.batch_norm(x, None, None, training=True)
-
-    net = nn.Sequential(nn.Linear(6, 6), Functional())
+    net = nn.Sequential(nn.Linear(6, 6), Coded(lambda n, x: F.batch_norm(x, None, None, training=True)))
     assert rules(net)["functional"].path == "1"
     assert not rules(nn.Sequential(Standardized(6, 6), bn.BatchNorm1d(6), nn.ReLU())).keys() & {"functional"}
     with pytest.raises(ValueError, match="no batch normalization"):
@@ -512,15 +500,7 @@ def test_functional_batch_normalization():
 
 
 def test_a_layer_whose_forward_is_called():
-    class Bypassing(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.bn = nn.BatchNorm1d(6)
-
-        def forward(self, x):
-            return self.bn.forward(x)
-
-    found = rules(Bypassing())
+    found = rules(Coded(lambda n, x: n.bn.forward(x), bn=nn.BatchNorm1d(6)))
     assert set(found) == {"functional"}
     assert found["functional"].path == "bn"
     assert found["functional"].fix == "call it as layer(x)"
@@ -617,13 +597,12 @@ def test_what_is_not_checked_is_listed():
         "whether running averages are stale or mix different inputs (5 or more batches are needed; got 1)",
     )
 
-    class OnlyEvaluates(nn.Module):
-        def forward(self, x):
-            if self.training:
-                raise NotImplementedError
-            return x
+    def only_evaluates(n, x):
+        if n.training:
+            raise NotImplementedError
+        return x
 
-    net = nn.Sequential(nn.BatchNorm1d(6), OnlyEvaluates())
+    net = nn.Sequential(nn.BatchNorm1d(6), Coded(only_evaluates))
     assert any("training mode" in what for what in bn.diagnose(net, data()).unchecked)
 
 
@@ -633,15 +612,7 @@ class Doubled(nn.BatchNorm1d):
 
 
 def test_a_layer_with_its_own_forward():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.bn = Doubled(6)
-
-        def forward(self, x):
-            return self.bn(x=x)
-
-    net = Net()
+    net = Coded(lambda n, x: n.bn(x=x), bn=Doubled(6))
     net.bn.running_mean += 9
     found = bn.diagnose(net, data())
     assert not found.findings
@@ -671,19 +642,13 @@ def test_the_network_does_not_change():
     assert torch.equal(torch.get_rng_state(), random)
 
 
-class InPlace(nn.Module):
-    def forward(self, x):
-        return x.mul_(2)
-
-
-class Noise(nn.Module):
-    def forward(self, x):
-        return x + torch.randn_like(x)
+def noise(n, x):
+    return x + torch.randn_like(x)
 
 
 def test_batches_and_random_numbers_are_left_alone():
     for change in (lambda net: net, lambda net: net.eval(), bn.freeze_):
-        net = nn.Sequential(InPlace(), Noise(), bn.BatchNorm1d(6))
+        net = nn.Sequential(Coded(lambda n, x: x.mul_(2)), Coded(noise), bn.BatchNorm1d(6))
         change(net)
         batches, random = data(), torch.get_rng_state()
         bn.diagnose(net, batches)
@@ -694,20 +659,19 @@ def test_batches_and_random_numbers_are_left_alone():
 def test_random_batches_stay_random():
     drawn = []
     bn.diagnose(
-        nn.Sequential(Noise(), nn.BatchNorm1d(6)), (drawn.append(torch.randn(9, 6)) or drawn[-1] for _ in range(3))
+        nn.Sequential(Coded(noise), nn.BatchNorm1d(6)), (drawn.append(torch.randn(9, 6)) or drawn[-1] for _ in range(3))
     )
     assert not torch.equal(drawn[0], drawn[1])
     assert not torch.equal(drawn[1], drawn[2])
 
 
 def test_an_exception_on_a_later_batch():
-    class Fails(nn.Module):
-        def forward(self, x):
-            if x[0, 0] == 7:
-                raise ValueError("a batch that starts with 7")
-            return x
+    def code(n, x):
+        if x[0, 0] == 7:
+            raise ValueError("a batch that starts with 7")
+        return x
 
-    net, batches, random = nn.Sequential(Fails(), nn.BatchNorm1d(6)), data(), torch.get_rng_state()
+    net, batches, random = nn.Sequential(Coded(code), nn.BatchNorm1d(6)), data(), torch.get_rng_state()
     batches[3][0, 0] = 7
     before = copy.deepcopy(net.state_dict())
     with pytest.raises(ValueError, match="a batch that starts with 7"):

@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 from blocks import Bottleneck, ConvNorm, RegNetLike, fusions_in
-from networks import scramble_
+from networks import Coded, scramble_
 from torch import nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.utils.checkpoint import checkpoint
@@ -206,17 +206,12 @@ def test_torch_compile_accepts_another_number(x):
 
 
 def test_torch_compile_with_dynamic_shapes_compiles_code_that_asks_for_shapes_once():
-    class Checks(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.bn = nn.BatchNorm2d(4)
+    def code(n, x):
+        b, c, h, w = x.shape
+        assert c == n.bn.num_features
+        return torch.relu(n.bn(x)).view(b, c, h * w)
 
-        def forward(self, x):
-            b, c, h, w = x.shape
-            assert c == self.bn.num_features
-            return torch.relu(self.bn(x)).view(b, c, h * w)
-
-    net, compiles = Checks(), []
+    net, compiles = Coded(code, bn=nn.BatchNorm2d(4)), []
     converted = bn.convert(net, torch.randn(3, 4, 6, 6))
 
     def backend(graph, inputs):

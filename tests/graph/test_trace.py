@@ -5,29 +5,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from networks import Branching, Functional, NormWithActivation, Residual
+from networks import Branching, Coded, Functional, NormWithActivation, Residual
 from torch import nn
 
 from batchnorm.graph import trace
 from batchnorm.graph.kinds import is_leaf, keeps_torch_forward
 
 
-class Net(nn.Module):
-    """Run a given function on a module with a convolution, a norm, a ReLU, a dropout and an identity."""
-
-    def __init__(self, code):
-        super().__init__()
-        self.conv, self.bn, self.relu = nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3), nn.ReLU(inplace=True)
-        self.drop, self.same = nn.Dropout(), nn.Identity()
-        self.code = code
-
-    def forward(self, x):
-        return self.code(self, x)
+def network(code):
+    """Return a network with a convolution, a norm, a ReLU, a dropout and an identity."""
+    layers = {"conv": nn.Conv2d(3, 3, 1), "bn": nn.BatchNorm2d(3), "relu": nn.ReLU(inplace=True)}
+    return Coded(code, **layers, drop=nn.Dropout(), same=nn.Identity())
 
 
 def flow(code, training=False):
     """Return the names of the traced calls, each with the names of the calls that produced its inputs."""
-    graph = trace(Net(code).train(training), torch.randn(2, 3, 4, 4))
+    graph = trace(network(code).train(training), torch.randn(2, 3, 4, 4))
     return [(call.name, [v.producer.name if v.producer else None for v in call.inputs]) for call in graph.calls]
 
 
@@ -108,7 +101,7 @@ def test_a_replay_is_not_recorded():
 
 
 def test_modules_called_twice_have_two_calls():
-    graph = trace(Net(lambda n, x: n.conv(n.conv(x))), torch.randn(2, 3, 4, 4))
+    graph = trace(network(lambda n, x: n.conv(n.conv(x))), torch.randn(2, 3, 4, 4))
     assert len(graph.calls_of(graph.calls[0].module)) == 2
 
 
@@ -140,7 +133,7 @@ def test_outputs_in_dicts_and_dataclasses_escape():
         logits: torch.Tensor
 
     for wrap in (Output, lambda y: {"y": [y]}):
-        graph = trace(Net(lambda n, x, wrap=wrap: wrap(n.conv(x))), torch.randn(1, 3, 2, 2))
+        graph = trace(network(lambda n, x, wrap=wrap: wrap(n.conv(x))), torch.randn(1, 3, 2, 2))
         assert graph.calls[-1].outputs[0].escapes
 
 
@@ -176,7 +169,7 @@ def test_tensors_that_outlive_the_run_escape(name):
         KEEPING[name](n, y)
         return n.bn(y)
 
-    escapes = [call.outputs[0].escapes for call in trace(Net(code), torch.randn(1, 3, 2, 2), training=False).calls]
+    escapes = [call.outputs[0].escapes for call in trace(network(code), torch.randn(1, 3, 2, 2), training=False).calls]
     CAPTURED.clear()
     assert escapes == [True, True]
 
@@ -187,23 +180,19 @@ def test_what_a_dead_cycle_held_does_not_escape():
         box.me = box
         return n.bn(box.y)
 
-    graph = trace(Net(code), torch.randn(1, 3, 2, 2), training=False)
+    graph = trace(network(code), torch.randn(1, 3, 2, 2), training=False)
     assert [call.outputs[0].escapes for call in graph.calls] == [False, True]
 
 
 def test_an_object_handed_to_a_module_holds_nothing():
-    class Reader(nn.Module):
-        def forward(self, box):
-            return box.y * 2
-
-    net = Net(lambda n, x: n.reader(SimpleNamespace(y=n.conv(x))))
-    net.reader = Reader()
+    net = network(lambda n, x: n.reader(SimpleNamespace(y=n.conv(x))))
+    net.reader = Coded(lambda n, box: box.y * 2)
     graph = trace(net, torch.randn(1, 3, 2, 2))
     assert [call.outputs[0].escapes for call in graph.calls] == [False, True]
 
 
 def test_training_draws_no_random_numbers_of_the_user():
-    net, state = Net(lambda n, x: n.drop(x)), torch.get_rng_state()
+    net, state = network(lambda n, x: n.drop(x)), torch.get_rng_state()
     trace(net, torch.ones(1, 3, 2, 2), training=True)
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -216,7 +205,7 @@ def test_paths_name_the_module_whose_code_calls():
 
 
 def test_parameters_read_outside_their_module_are_known():
-    net = Net(lambda n, x: F.conv2d(n.conv(x), n.conv.weight))
+    net = network(lambda n, x: F.conv2d(n.conv(x), n.conv.weight))
     graph = trace(net, torch.randn(1, 3, 2, 2))
     assert [call.name for call in graph.readers_of(net.conv.weight)] == ["conv2d"]
     assert graph.readers_of(net.conv.bias) == []
@@ -247,12 +236,12 @@ def test_custom_autograd_functions_are_seen():
 def test_the_example_is_not_written_to():
     x = torch.randn(2, 3, 4, 4)
     before = x.clone()
-    trace(Net(lambda n, x: n.relu(x)), x)
+    trace(network(lambda n, x: n.relu(x)), x)
     torch.testing.assert_close(x, before, rtol=0, atol=0)
 
 
 def test_hooks_are_removed_after_an_exception():
-    net = Net(lambda n, x: n.conv(x).no_such_method())
+    net = network(lambda n, x: n.conv(x).no_such_method())
     with pytest.raises(AttributeError):
         trace(net, torch.randn(1, 3, 2, 2))
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 import torch
-from networks import ZOO, Residual, scramble_
+from networks import ZOO, Coded, Residual, scramble_
 from torch import nn
 
 import batchnorm as bn
@@ -40,16 +40,10 @@ def test_a_single_example_still_gives_a_dynamic_batch(tmp_path, name):
     assert done.batch_sizes == (1, 2, 3, 16)
 
 
-class ByBatchSize(nn.Module):
-    """Run code that depends on the batch size."""
-
-    def __init__(self, special):
-        super().__init__()
-        self.linear, self.norm, self.special = nn.Linear(3, 4), nn.BatchNorm1d(4), special
-
-    def forward(self, x):
-        y = self.norm(self.linear(x))
-        return y * 2 if self.special(x.shape[0]) else y
+def returning(code):
+    """Return a network whose output is ``code`` of a batch normalization's output."""
+    net = Coded(lambda n, x: code(n.norm(n.linear(x))), linear=nn.Linear(3, 4), norm=nn.BatchNorm1d(4))
+    return scramble_(net).eval()
 
 
 @pytest.mark.parametrize(
@@ -63,7 +57,7 @@ class ByBatchSize(nn.Module):
     ids=["threshold", "even", "own", "pt2"],
 )
 def test_a_file_that_differs_at_another_batch_size_is_not_written(tmp_path, name, size, special, wrong):
-    net = scramble_(ByBatchSize(special)).eval()
+    net = returning(lambda y: y * 2 if special(y.shape[0]) else y)
     with pytest.raises(ValueError, match=f"on a batch of {wrong} differs .* with dynamic_batch=False"):
         bn.export(net, torch.randn(size, 3), tmp_path / name)
     assert not list(tmp_path.iterdir())
@@ -71,14 +65,10 @@ def test_a_file_that_differs_at_another_batch_size_is_not_written(tmp_path, name
 
 
 def test_a_file_that_fails_at_another_batch_size_is_not_written(tmp_path):
-    class Rows(ByBatchSize):
-        def forward(self, x):
-            y = self.norm(self.linear(x))
-            return torch.stack([y[i] * (i + 1) for i in range(min(x.shape[0], 8))])
-
+    net = returning(lambda y: torch.stack([y[i] * (i + 1) for i in range(min(y.shape[0], 8))]))
     for size in (2, 1):
         with pytest.raises(ValueError, match=r"fails on a batch of 1, .* with dynamic_batch=False"):
-            bn.export(scramble_(Rows(None)).eval(), torch.randn(size, 3), tmp_path / "net.onnx")
+            bn.export(net, torch.randn(size, 3), tmp_path / "net.onnx")
         assert not list(tmp_path.iterdir())
 
 
@@ -91,22 +81,18 @@ def test_a_small_output_in_a_small_batch_is_no_difference(tmp_path):
 
 
 def test_batch_sizes_that_the_network_refuses_are_not_checked(tmp_path):
-    class Pairs(ByBatchSize):
-        def forward(self, x):
-            return self.norm(self.linear(x)).reshape(-1, 2, 4).sum(1)
-
-    done = bn.export(scramble_(Pairs(None)).eval(), torch.randn(4, 3), tmp_path / "net.onnx")
+    done = bn.export(returning(lambda y: y.reshape(-1, 2, 4).sum(1)), torch.randn(4, 3), tmp_path / "net.onnx")
     assert done.batch_sizes == (2, 4, 16)
 
 
 def test_folding_is_checked_at_other_batch_sizes(tmp_path):
-    class Sometimes(ByBatchSize):
-        def forward(self, x):
-            y = self.linear(x)
-            return self.norm(y) if x.shape[0] > 1 else y
+    def code(n, x):
+        y = n.linear(x)
+        return n.norm(y) if x.shape[0] > 1 else y
 
+    net = scramble_(Coded(code, linear=nn.Linear(3, 4), norm=nn.BatchNorm1d(4))).eval()
     with pytest.raises(ValueError, match="on a batch of 1 differs"):
-        bn.export(scramble_(Sometimes(None)).eval(), torch.randn(2, 3), tmp_path / "net.onnx")
+        bn.export(net, torch.randn(2, 3), tmp_path / "net.onnx")
 
 
 def test_large_inputs_are_not_repeated_many_times(tmp_path):
@@ -183,15 +169,6 @@ def test_inputs_that_are_not_tensors(tmp_path, name, given):
     assert done.batch_sizes == (1, 2, 3, 4, 16)
 
 
-class Returns(nn.Module):
-    def __init__(self, code):
-        super().__init__()
-        self.linear, self.norm, self.code = nn.Linear(3, 4), nn.BatchNorm1d(4), code
-
-    def forward(self, x):
-        return self.code(self.norm(self.linear(x)))
-
-
 @pytest.mark.parametrize(
     ("code", "where"),
     [
@@ -201,7 +178,7 @@ class Returns(nn.Module):
     ],
 )
 def test_onnx_files_return_only_tensors(tmp_path, code, where):
-    net, x = scramble_(Returns(code)).eval(), torch.randn(4, 3)
+    net, x = returning(code), torch.randn(4, 3)
     with pytest.raises(ValueError, match=f"the network's {where}.* or write a .pt2 file"):
         bn.export(net, x, tmp_path / "net.onnx")
     bn.export(net, x, tmp_path / "net.pt2")
@@ -211,30 +188,23 @@ def test_onnx_files_return_only_tensors(tmp_path, code, where):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_an_output_may_be_none(tmp_path, name):
-    net = scramble_(Returns(lambda y: (y, None))).eval()
+    net = returning(lambda y: (y, None))
     assert bn.export(net, torch.randn(4, 3), tmp_path / name).relative_error < 1e-5
 
 
 def test_a_file_that_cannot_be_read_is_not_written(tmp_path):
-    net = scramble_(Returns(lambda y: (y, "text"))).eval()
+    net = returning(lambda y: (y, "text"))
     with pytest.raises(ValueError, match=r"torch cannot export this network to \.pt2"):
         bn.export(net, torch.randn(4, 3), tmp_path / "net.pt2")
     assert not list(tmp_path.iterdir())
 
 
 def test_a_network_that_fixes_its_batch_is_told_so(tmp_path):
-    class Fixed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear, self.norm = nn.Linear(3, 4), nn.BatchNorm1d(4)
-
-        def forward(self, x):
-            return self.norm(self.linear(x)).reshape(2, 4)
-
+    net = returning(lambda y: y.reshape(2, 4))
     with pytest.raises(ValueError, match="try dynamic_batch=False"):
-        bn.export(Fixed().eval(), torch.randn(2, 3), tmp_path / "net.pt2")
+        bn.export(net, torch.randn(2, 3), tmp_path / "net.pt2")
     assert not list(tmp_path.iterdir())
-    bn.export(Fixed().eval(), torch.randn(2, 3), tmp_path / "net.pt2", dynamic_batch=False)
+    bn.export(net, torch.randn(2, 3), tmp_path / "net.pt2", dynamic_batch=False)
 
 
 def test_other_endings_are_refused(tmp_path):
@@ -264,19 +234,11 @@ def test_the_argument_is_left_alone(tmp_path):
     torch.testing.assert_close(net.state_dict(), before, rtol=0, atol=0)
 
 
-class Branching(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.bn = nn.BatchNorm1d(4)
-
-    def forward(self, x):
-        return self.bn(x) if x.sum() > 0 else x
-
-
 @pytest.mark.parametrize("name", ["net.onnx", "net.pt2"])
 def test_code_that_branches_on_values_is_named_first(tmp_path, name):
+    net = Coded(lambda n, x: n.bn(x) if x.sum() > 0 else x, bn=nn.BatchNorm1d(4)).eval()
     with pytest.raises(ValueError, match=r"Torch's error: .") as error:
-        bn.export(Branching().eval(), torch.ones(2, 4), tmp_path / name)
+        bn.export(net, torch.ones(2, 4), tmp_path / name)
     assert str(error.value).startswith(
         f"torch cannot export this network to .{name[4:]}. Python code reads the values of a tensor (__bool__ in the"
         " network), so the network may take other branches for other inputs; if so, use operations on tensors instead,"

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from networks import Residual, image, scramble_
+from networks import Coded, Residual, image, scramble_
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -24,17 +24,6 @@ def check(net, x=None, forward=None, **options):
             a, b = (n(batch.clone()) if forward is None else forward(n, batch.clone()) for n in (folded, net))
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
     return folded
-
-
-class Net(nn.Module):
-    def __init__(self, code, **modules):
-        super().__init__()
-        self.code = code
-        for name, module in modules.items():
-            setattr(self, name, module)
-
-    def forward(self, x):
-        return self.code(self, x)
 
 
 def conv(inputs=3, outputs=3, **options):
@@ -84,17 +73,17 @@ def test_a_hook_on_a_container_sees_what_it_saw():
 
 
 def test_the_convolutions_output_leaves_the_network():
-    net = Net(lambda n, x: (lambda y: (y, n.bn(y)))(n.conv(x)), conv=conv(), bn=nn.BatchNorm2d(3))
+    net = Coded(lambda n, x: (lambda y: (y, n.bn(y)))(n.conv(x)), conv=conv(), bn=nn.BatchNorm2d(3))
     assert "also feeds an output of the network or untraced code" in check(net).report["bn"].reason
 
 
 def test_the_convolutions_output_is_read_twice():
-    net = Net(lambda n, x: (lambda y: n.bn(y) + y.relu())(n.conv(x)), conv=conv(), bn=nn.BatchNorm2d(3))
+    net = Coded(lambda n, x: (lambda y: n.bn(y) + y.relu())(n.conv(x)), conv=conv(), bn=nn.BatchNorm2d(3))
     assert "also feeds relu in the network" in check(net).report["bn"].reason
 
 
 def test_the_norms_output_is_read_twice():
-    net = Net(lambda n, x: (lambda y: y.sigmoid() * y)(n.bn(n.conv(x))), conv=conv(), bn=nn.BatchNorm2d(3))
+    net = Coded(lambda n, x: (lambda y: y.sigmoid() * y)(n.bn(n.conv(x))), conv=conv(), bn=nn.BatchNorm2d(3))
     assert check(net).report["bn"].action == "folded into 'conv'"
 
 
@@ -103,7 +92,7 @@ def test_a_value_read_by_python_is_read():
         y = n.conv(x)
         return n.bn(y) * float(y.mean())
 
-    folded = check(Net(code, conv=conv(), bn=nn.BatchNorm2d(3)))
+    folded = check(Coded(code, conv=conv(), bn=nn.BatchNorm2d(3)))
     assert folded.report["bn"].action == "fixed affine map"
     assert "for other inputs" in folded.report.notes[0]
 
@@ -118,7 +107,7 @@ def test_values_read_by_an_extension_that_no_hook_sees():
         def backward(ctx, g):
             return g
 
-    net = Net(lambda n, x: (lambda y: n.bn(y) + Peek.apply(y))(n.conv(x)), conv=conv(), bn=nn.BatchNorm2d(3))
+    net = Coded(lambda n, x: (lambda y: n.bn(y) + Peek.apply(y))(n.conv(x)), conv=conv(), bn=nn.BatchNorm2d(3))
     assert check(net).report["bn"].action == "fixed affine map"
 
 
@@ -130,7 +119,7 @@ def test_in_place_activations_between_and_after():
         z += y
         return z.tanh_()
 
-    folded = check(Net(code, conv=conv(), bn=nn.BatchNorm2d(3), bn2=nn.BatchNorm2d(3)))
+    folded = check(Coded(code, conv=conv(), bn=nn.BatchNorm2d(3), bn2=nn.BatchNorm2d(3)))
     assert [site.action for site in folded.report] == ["folded into 'conv'", "fixed affine map"]
 
 
@@ -140,7 +129,7 @@ def test_an_in_place_change_between_convolution_and_norm():
         y[:, 0] = 1.0
         return n.bn(y)
 
-    assert "comes from __setitem__" in check(Net(code, conv=conv(), bn=nn.BatchNorm2d(3))).report["bn"].reason
+    assert "comes from __setitem__" in check(Coded(code, conv=conv(), bn=nn.BatchNorm2d(3))).report["bn"].reason
 
 
 def test_a_change_through_a_view_between_convolution_and_norm():
@@ -149,7 +138,7 @@ def test_a_change_through_a_view_between_convolution_and_norm():
         y.flatten(1)[:, :5].zero_()
         return n.bn(y)
 
-    assert check(Net(code, conv=conv(), bn=nn.BatchNorm2d(3))).report["bn"].action == "fixed affine map"
+    assert check(Coded(code, conv=conv(), bn=nn.BatchNorm2d(3))).report["bn"].action == "fixed affine map"
 
 
 def test_tied_weights_come_apart_without_harm():
@@ -161,7 +150,7 @@ def test_tied_weights_come_apart_without_harm():
 
 
 def test_weights_that_other_code_reads_are_not_touched():
-    net = Net(lambda n, x: F.conv2d(n.bn(n.conv(x)), n.conv.weight), conv=conv(), bn=nn.BatchNorm2d(3))
+    net = Coded(lambda n, x: F.conv2d(n.bn(n.conv(x)), n.conv.weight), conv=conv(), bn=nn.BatchNorm2d(3))
     assert "are also read by conv2d" in check(net).report["bn"].reason
 
 
@@ -173,24 +162,20 @@ def test_dropout_between_convolution_and_norm_is_no_obstacle():
 
 
 def test_modules_kept_in_plain_python_containers():
-    class Listed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.bn = conv(), nn.BatchNorm2d(3)
-            self.steps = {"all": [self.conv, self.bn.__call__, (torch.relu,)]}
+    def code(n, x):
+        first, second, (third,) = n.steps["all"]
+        return third(second(first(x)))
 
-        def forward(self, x):
-            first, second, (third,) = self.steps["all"]
-            return third(second(first(x)))
-
-    assert check(Listed()).report["bn"].action == "folded into 'conv'"
+    net = Coded(code, conv=conv(), bn=nn.BatchNorm2d(3))
+    net.steps = {"all": [net.conv, net.bn.__call__, (torch.relu,)]}
+    assert check(net).report["bn"].action == "folded into 'conv'"
 
 
 def test_forward_called_past_the_hooks():
-    net = Net(lambda n, x: n.bn(n.conv.forward(x)), conv=conv(), bn=nn.BatchNorm2d(3))
+    net = Coded(lambda n, x: n.bn(n.conv.forward(x)), conv=conv(), bn=nn.BatchNorm2d(3))
     folded = check(net)
     assert "its input comes from conv2d" in folded.report["bn"].reason
-    net = Net(lambda n, x: n.bn.forward(n.conv(x)), conv=conv(), bn=nn.BatchNorm2d(3))
+    net = Coded(lambda n, x: n.bn.forward(n.conv(x)), conv=conv(), bn=nn.BatchNorm2d(3))
     assert "folded into 'conv'" in {site.action for site in check(net).report}
 
 
@@ -206,7 +191,7 @@ def test_pixel_shuffle_and_flatten_between():
 def test_a_linear_over_the_last_dimension_after_a_norm_over_channels():
     net = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(5, 2))
     assert "not the feature dimension" in check(net, torch.randn(3, 4, 5)).report["0"].reason
-    net = Net(lambda n, x: n.linear(n.bn(x).transpose(1, 2)), bn=nn.BatchNorm1d(4), linear=nn.Linear(4, 2))
+    net = Coded(lambda n, x: n.linear(n.bn(x).transpose(1, 2)), bn=nn.BatchNorm1d(4), linear=nn.Linear(4, 2))
     assert check(net, torch.randn(3, 4, 5)).report["bn"].action == "folded into 'linear'"
 
 
@@ -216,9 +201,9 @@ def test_a_norm_read_by_several_convolutions():
         return n.a(y) + n.b(y)
 
     a, b = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3)
-    assert check(Net(code, bn=nn.BatchNorm2d(3), a=a, b=b)).report["bn"].action == "folded into 'a', 'b'"
+    assert check(Coded(code, bn=nn.BatchNorm2d(3), a=a, b=b)).report["bn"].action == "folded into 'a', 'b'"
     padded = nn.Conv2d(3, 4, 5, padding=1)
-    assert "pads with zeros" in check(Net(code, bn=nn.BatchNorm2d(3), a=a, b=padded)).report["bn"].reason
+    assert "pads with zeros" in check(Coded(code, bn=nn.BatchNorm2d(3), a=a, b=padded)).report["bn"].reason
 
 
 def test_a_norm_between_two_convolutions_goes_into_the_first():
@@ -234,7 +219,7 @@ def test_both_sides_of_one_convolution():
 @pytest.mark.parametrize("sizes", [(4, 3, 1), (1, 3, 5)])
 def test_a_dimension_of_size_1_does_not_hide_that_a_reshape_mixes_features(sizes):
     dim = sizes.index(1)
-    net = Net(
+    net = Coded(
         lambda n, x: n.bn(n.conv(x).transpose(dim, 1).reshape(x.shape)), conv=nn.Conv1d(3, 3, 1), bn=nn.BatchNorm1d(3)
     )
     folded = bn.fold(scramble_(net).double(), torch.randn(sizes).double())
@@ -244,21 +229,21 @@ def test_a_dimension_of_size_1_does_not_hide_that_a_reshape_mixes_features(sizes
 
 
 def test_dimensions_of_size_1_that_a_view_adds_or_removes():
-    net = Net(lambda n, x: n.bn(n.conv(x).view(len(x), 4)), conv=nn.Conv2d(3, 4, 8), bn=nn.BatchNorm1d(4))
+    net = Coded(lambda n, x: n.bn(n.conv(x).view(len(x), 4)), conv=nn.Conv2d(3, 4, 8), bn=nn.BatchNorm1d(4))
     assert check(net).report["bn"].action == "folded into 'conv'"
-    net = Net(lambda n, x: n.conv(n.bn(x).view(-1, 4, 1, 1)), conv=nn.Conv2d(4, 3, 1), bn=nn.BatchNorm1d(4))
+    net = Coded(lambda n, x: n.conv(n.bn(x).view(-1, 4, 1, 1)), conv=nn.Conv2d(4, 3, 1), bn=nn.BatchNorm1d(4))
     assert check(net, torch.randn(3, 4)).report["bn"].action == "folded into 'conv'"
 
 
 def test_dimensions_of_size_1_that_a_view_may_join_with_the_batch():
-    down = Net(lambda n, x: n.linear(n.bn(x).view(-1, 2)), bn=nn.BatchNorm2d(2), linear=nn.Linear(2, 3))
-    up = Net(lambda n, x: n.bn(n.conv(x).view(-1, 2)), conv=nn.Conv2d(2, 2, 1), bn=nn.BatchNorm1d(2))
+    down = Coded(lambda n, x: n.linear(n.bn(x).view(-1, 2)), bn=nn.BatchNorm2d(2), linear=nn.Linear(2, 3))
+    up = Coded(lambda n, x: n.bn(n.conv(x).view(-1, 2)), conv=nn.Conv2d(2, 2, 1), bn=nn.BatchNorm1d(2))
     larger = torch.randn(4, 2, 3, 3).double()
     for net in (down, up):
         folded = bn.fold(scramble_(net).double(), torch.randn(4, 2, 1, 1).double())
         assert "has a dimension of size 1; if that dimension were larger" in folded.report["bn"].reason
         torch.testing.assert_close(folded(larger), net.eval()(larger))
-    net = Net(
+    net = Coded(
         lambda n, x: n.linear(n.bn(x).permute(0, 2, 3, 1).reshape(-1, 2)), bn=nn.BatchNorm2d(2), linear=nn.Linear(2, 3)
     )
     folded = check(net, torch.randn(4, 2, 1, 1))
@@ -270,16 +255,7 @@ def test_before_a_transposed_convolution_only_a_scale_could_go():
     net = nn.Sequential(nn.BatchNorm2d(4), nn.ConvTranspose2d(4, 6, 3, groups=2))
     assert "a bias cannot express" in check(net, image(2, 4, 5, 5)).report["0"].reason
 
-    class Centered(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.bn = nn.BatchNorm2d(4, affine=False)
-            self.up = nn.ConvTranspose2d(4, 6, 3, groups=2)
-
-        def forward(self, x):
-            return self.up(self.bn(x))
-
-    net = Centered().double().eval()
+    net = Coded(lambda n, x: n.up(n.bn(x)), bn=nn.BatchNorm2d(4, affine=False), up=net[1]).double().eval()
     net.bn.running_var.uniform_(0.5, 2)
     x = image(2, 4, 5, 5).double()
     folded = bn.fold(net, x)
@@ -294,7 +270,7 @@ def test_an_input_that_is_changed_before_the_output_is_read():
         x.relu_()
         return n.conv(y) + x.mean()
 
-    net = Net(code, bn=nn.BatchNorm2d(3), conv=nn.Conv2d(3, 2, 1))
+    net = Coded(code, bn=nn.BatchNorm2d(3), conv=nn.Conv2d(3, 2, 1))
     assert "changes this layer's input in place" in check(net).report["bn"].reason
 
 
@@ -319,7 +295,7 @@ def test_a_norm_without_finite_statistics_is_kept():
 
 
 def test_a_layer_that_is_not_reached_becomes_its_map():
-    net = Net(lambda n, x: n.conv(x), conv=conv(), bn=nn.BatchNorm2d(3))
+    net = Coded(lambda n, x: n.conv(x), conv=conv(), bn=nn.BatchNorm2d(3))
     folded = check(net)
     assert folded.report["bn"].reason == "not called on the example"
     assert isinstance(folded.bn, FixedAffine)
@@ -337,16 +313,9 @@ def test_frozen_and_fused_layers_of_this_library():
 
 
 def test_a_mask_in_the_call():
-    class Masked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.bn = nn.Conv1d(3, 4, 1), bn.BatchNorm1d(4, activation="relu")
-
-        def forward(self, x):
-            return self.bn(self.conv(x), mask=x[:, 0] > 0)
-
-    check(Masked(), torch.randn(2, 3, 7))
-    net = Net(lambda n, x: n.bn(x, mask=x[:, 0] > 0), bn=bn.BatchNorm1d(3))
+    norm = bn.BatchNorm1d(4, activation="relu")
+    check(Coded(lambda n, x: n.bn(n.conv(x), mask=x[:, 0] > 0), conv=nn.Conv1d(3, 4, 1), bn=norm), torch.randn(2, 3, 7))
+    net = Coded(lambda n, x: n.bn(x, mask=x[:, 0] > 0), bn=bn.BatchNorm1d(3))
     check(net, torch.randn(2, 3, 7))
 
 
@@ -426,7 +395,7 @@ def test_a_network_that_computes_something_else_each_time_is_refused():
 
 def test_random_numbers_in_evaluation_are_the_same_for_both():
     check_once = nn.Sequential(conv(), nn.BatchNorm2d(3))
-    net = scramble_(Net(lambda n, x: n.body(x) + torch.rand_like(x), body=check_once)).eval()
+    net = scramble_(Coded(lambda n, x: n.body(x) + torch.rand_like(x), body=check_once)).eval()
     assert bn.fold(net, image()).report.relative_error < 1e-5
 
 
@@ -436,13 +405,13 @@ def test_wrong_verification_says_what_to_do():
 
 
 def test_traced_refuses_what_fx_cannot_trace():
-    net = Net(lambda n, x: n.bn(x) if x.mean() > 0 else x, bn=nn.BatchNorm2d(3))
+    net = Coded(lambda n, x: n.bn(x) if x.mean() > 0 else x, bn=nn.BatchNorm2d(3))
     with pytest.raises(ValueError, match=r"torch\.fx cannot trace"):
         bn.fold(net, image(), traced=True)
 
 
 def test_a_view_that_names_the_batch_size():
-    net = Net(lambda n, x: n.linear(n.bn(x).view(x.shape[0], -1)), bn=nn.BatchNorm2d(3), linear=nn.Linear(3 * 64, 2))
+    net = Coded(lambda n, x: n.linear(n.bn(x).view(x.shape[0], -1)), bn=nn.BatchNorm2d(3), linear=nn.Linear(3 * 64, 2))
     assert check(net).report["bn"].action == "folded into 'linear'"
 
 
@@ -461,7 +430,7 @@ def test_settings_that_the_code_reads():
         y = n.bn(n.conv(x)) * n.bn.num_features
         return n.relu(n.bn2(y)) + n.relu.inplace
 
-    net = Net(code, conv=conv(), bn=nn.BatchNorm2d(3), bn2=nn.BatchNorm2d(3), relu=nn.ReLU())
+    net = Coded(code, conv=conv(), bn=nn.BatchNorm2d(3), bn2=nn.BatchNorm2d(3), relu=nn.ReLU())
     net.bn2.scale = 5.0  # the module that replaces bn2 has a buffer of this name
     assert [s.action for s in check(net).report] == ["folded into 'conv'", "fixed affine map"]
 
@@ -478,22 +447,15 @@ def test_tensors_that_the_code_reads_keep_their_layer_alone(read, reason):
     def code(n, x):
         return read(n, n.bn(n.body(x)))
 
-    net = Net(code, body=nn.Sequential(conv(), nn.BatchNorm2d(3), conv()), bn=nn.BatchNorm2d(3))
+    net = Coded(code, body=nn.Sequential(conv(), nn.BatchNorm2d(3), conv()), bn=nn.BatchNorm2d(3))
     with pytest.warns(UserWarning, match=f"1 of 2 batch norms folded.*1 left: {reason}"):
         folded = check(net)
     assert folded.report["body.1"].action == "folded into 'body.0'"
 
 
 def test_a_graph_module_child_that_reads_a_layers_parameter():
-    class Reading(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.bn = conv(), nn.BatchNorm2d(3)
-
-        def forward(self, x):
-            return self.bn(self.conv(x)) + self.bn.weight.sum()
-
-    net = nn.Sequential(torch.fx.symbolic_trace(Reading()), conv(), nn.BatchNorm2d(3))
+    reading = Coded(lambda n, x: n.bn(n.conv(x)) + n.bn.weight.sum(), conv=conv(), bn=nn.BatchNorm2d(3))
+    net = nn.Sequential(torch.fx.symbolic_trace(reading), conv(), nn.BatchNorm2d(3))
     with pytest.warns(UserWarning, match="1 of 2 batch norms folded.*its weight is also read by sum"):
         check(net)
 
@@ -521,39 +483,28 @@ def test_a_copy_that_fails_is_an_error_with_its_reason():
         bn.fold(net, torch.randn(2, 3))
 
 
-class PerDomain(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv, self.norms = conv(), nn.ModuleList(nn.BatchNorm2d(3) for _ in range(5))
-
-    def forward(self, x, domain=0):
-        return self.norms[domain](self.conv(x))
-
-
 def test_a_note_names_the_batch_norms_that_the_example_does_not_reach():
-    (note,) = check(PerDomain()).report.notes
+    norms = nn.ModuleList(nn.BatchNorm2d(3) for _ in range(5))
+    (note,) = check(Coded(lambda n, x: n.norms[0](n.conv(x)), conv=conv(), norms=norms)).report.notes
     assert note.startswith("the example does not reach 'norms.1', 'norms.2', 'norms.3' and 1 more, so outputs")
 
 
 @pytest.mark.parametrize("examples", [1, 4])
 def test_heads_that_only_training_uses_are_not_noted(examples):
-    class WithHead(Net):
-        def forward(self, x):
-            y = self.norm(self.conv(x))
-            return (y, self.head(y.mean((2, 3)))) if self.training else y
+    def code(n, x):
+        y = n.norm(n.conv(x))
+        return (y, n.head(y.mean((2, 3)))) if n.training else y
 
-    net = WithHead(None, conv=conv(), norm=nn.BatchNorm2d(3), head=nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
+    net = Coded(code, conv=conv(), norm=nn.BatchNorm2d(3), head=nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
     assert check(net, image()[:examples]).report.notes == ()
 
 
 def test_heads_of_a_rewritten_network_that_only_training_uses_are_not_noted():
-    class WithHead(Net):
-        def forward(self, x):
-            y = self.conv(x)
-            y = F.batch_norm(y, self.mean, self.var, training=self.training)
-            return (y, self.head(y.mean((2, 3)))) if self.training else y
+    def code(n, x):
+        y = F.batch_norm(n.conv(x), n.mean, n.var, training=n.training)
+        return (y, n.head(y.mean((2, 3)))) if n.training else y
 
-    net = WithHead(None, conv=conv(), head=nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
+    net = Coded(code, conv=conv(), head=nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)))
     net.register_buffer("mean", torch.ones(3))
     net.register_buffer("var", torch.full((3,), 2.0))
     assert not any("does not reach" in note for note in check(net).report.notes)

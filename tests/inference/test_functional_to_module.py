@@ -10,7 +10,7 @@ import onnx
 import pytest
 import torch
 import torch.nn.functional as F
-from networks import Functional, NormWithActivation, image, scramble_
+from networks import Coded, Functional, NormWithActivation, image, scramble_
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -127,35 +127,23 @@ def test_the_module_stays_of_its_class_and_travels():
 
 
 def test_arguments_that_tracing_made_constants_are_checked():
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.stem, self.inner, self.scale = nn.Conv2d(3, 4, 3), Functional2(), 2.0
-
-        def forward(self, x):
-            return self.inner(self.stem(x), scale=self.scale)
-
-    folded = check(Outer())
+    stem, inner = nn.Conv2d(3, 4, 3), Functional2()
+    folded = check(Coded(lambda n, x: n.inner(n.stem(x), scale=n.scale), stem=stem, inner=inner, scale=2.0))
     folded.scale = 3.0
     with pytest.raises(AssertionError, match=r"scale has been specialized to have value 2\.0"):
         folded(image().double())
 
 
 def test_calls_that_differ_are_traced_with_the_module_around():
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.stem, self.inner = nn.Conv2d(3, 4, 3), Functional2()
+    def code(n, x):
+        x = n.stem(x)
+        return n.inner(x, scale=2.0) - n.inner(x)
 
-        def forward(self, x):
-            x = self.stem(x)
-            return self.inner(x, scale=2.0) - self.inner(x)
-
-    folded = check(nn.Sequential(Outer(), nn.ReLU()))
+    folded = check(nn.Sequential(Coded(code, stem=nn.Conv2d(3, 4, 3), inner=Functional2()), nn.ReLU()))
     assert folded.report.notes == (
         "'0' runs a traced form of its forward, which ignores attributes that are set later",
     )
-    assert isinstance(folded[0], Outer)
+    assert isinstance(folded[0], Coded)
 
 
 def test_a_patched_forward_is_traced_with_the_module_around():
@@ -169,19 +157,13 @@ def test_a_patched_forward_is_traced_with_the_module_around():
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # from torch, when a program is copied
 def test_torch_batch_norm_and_exported_programs():
-    class Plain(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.bn = nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)
+    def code(n, x):
+        b = n.bn
+        y = torch.batch_norm(n.conv(x), b.weight, b.bias, b.running_mean, b.running_var, False, 0.0, b.eps, False)
+        return y.relu()
 
-        def forward(self, x):
-            b = self.bn
-            y = torch.batch_norm(
-                self.conv(x), b.weight, b.bias, b.running_mean, b.running_var, False, 0.0, b.eps, False
-            )
-            return y.relu()
-
-    assert "folded into 'conv'" in {site.action for site in check(Plain()).report}
+    folded = check(Coded(code, conv=nn.Conv2d(3, 4, 3), bn=nn.BatchNorm2d(4)))
+    assert "folded into 'conv'" in {site.action for site in folded.report}
     x = image().double()
     net = scramble_(nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))).double().eval()
     program = nn.Sequential(torch.export.export(net, (x,)).module())

@@ -2,37 +2,30 @@
 
 import pytest
 import torch
-from networks import ZOO, scramble_
+from networks import ZOO, Coded, scramble_
 from torch import nn
 from torch.fx.experimental.optimization import fuse
 
 import batchnorm as bn
 
 
-class TwoPaths(nn.Module):
-    """A convolution called twice whose BN follows the first call only."""
+def two_paths():
+    """Return a network whose convolution is called twice, with a BN after the first call only."""
 
-    def __init__(self):
-        super().__init__()
-        self.conv, self.bn = nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3)
+    def code(n, x):
+        y = n.bn(n.conv(x))
+        return y + n.conv(y)
 
-    def forward(self, x):
-        y = self.bn(self.conv(x))
-        return y + self.conv(y)
+    return Coded(code, conv=nn.Conv2d(3, 3, 3, padding=1), bn=nn.BatchNorm2d(3))
 
 
-class OverPositions(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear, self.bn = nn.Linear(5, 6), nn.BatchNorm1d(6)
-
-    def forward(self, x):
-        return self.bn(self.linear(x))
+def over_positions():
+    return nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6))
 
 
 CASES = {
-    "one conv called twice": (TwoPaths, lambda: torch.randn(2, 3, 6, 6), "fixed"),
-    "Linear on 3-D input, BN over dim 1": (OverPositions, lambda: torch.randn(4, 6, 5), "fixed"),
+    "one conv called twice": (two_paths, lambda: torch.randn(2, 3, 6, 6), "fixed"),
+    "Linear on 3-D input, BN over dim 1": (over_positions, lambda: torch.randn(4, 6, 5), "fixed"),
     "Linear and BN without affine": (*ZOO["without_affine"][:2], "folded"),
     "grouped transposed convolution": (*ZOO["transposed_grouped"][:2], "folded"),
     "transposed convolution": (*ZOO["transposed"][:2], "folded"),
@@ -93,15 +86,11 @@ def test_pre_activation_networks_have_no_batch_normalization_left():
 
 
 def test_an_activation_that_another_path_uses_alone_stays():
-    class Gate(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.bn, self.relu, self.normalized = nn.BatchNorm1d(3), nn.ReLU(), True
+    def code(n, x):
+        return n.relu(n.bn(x)) if n.normalized else n.relu(x)
 
-        def forward(self, x):
-            return self.relu(self.bn(x)) if self.normalized else self.relu(x)
-
-    net, x = scramble_(Gate()).eval(), torch.randn(4, 3)
+    net = scramble_(Coded(code, bn=nn.BatchNorm1d(3), relu=nn.ReLU(), normalized=True)).eval()
+    x = torch.randn(4, 3)
     folded = bn.fold(net, x)
     net.normalized = folded.normalized = False
     torch.testing.assert_close(folded(x), net(x))

@@ -7,6 +7,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from networks import Coded
 from torch import multiprocessing, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -155,16 +156,9 @@ class TestErrors:
 
 
 def test_a_residual_of_another_shape_names_the_layer():
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.norm = nn.Conv2d(3, 4, 1), bn.BatchNorm2d(4, activation="relu")
-
-        def forward(self, x):
-            return self.norm(self.conv(x), residual=x)
-
+    block = Coded(lambda n, x: n.norm(n.conv(x), residual=x), conv=nn.Conv2d(3, 4, 1), norm=bn.BatchNorm2d(4))
     with pytest.raises(ValueError, match=r"layer '0\.norm' .*residual of shape \(2, 3, 5, 5\).*project the residual"):
-        nn.Sequential(Block())(torch.randn(2, 3, 5, 5))
+        nn.Sequential(block)(torch.randn(2, 3, 5, 5))
 
 
 def test_autocast_keeps_statistics_wide():
@@ -273,16 +267,9 @@ def test_a_state_dict_resets_the_count_that_it_does_not_contain():
 
 
 def test_symbolic_tracing_takes_it_as_a_leaf_like_torchs():
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv = nn.Conv2d(3, 3, 1)
-            self.bn = bn.BatchNorm2d(3, activation="relu")
-
-        def forward(self, x):
-            return self.bn(self.conv(x), residual=x) * 2
-
-    net, x = Block(), torch.randn(4, 3, 5, 5)
+    norm = bn.BatchNorm2d(3, activation="relu")
+    net = Coded(lambda n, x: n.bn(n.conv(x), residual=x) * 2, conv=nn.Conv2d(3, 3, 1), bn=norm)
+    x = torch.randn(4, 3, 5, 5)
     traced = torch.fx.symbolic_trace(net)
     assert "bn" in [n.target for n in traced.graph.nodes if n.op == "call_module"]
     torch.testing.assert_close(traced(x), net(x))
@@ -401,13 +388,5 @@ def test_numbers_of_features():
 
 @pytest.mark.parametrize("mask", [torch.ones(4, 5), torch.ones(4, 3, 5, dtype=torch.bool)])
 def test_a_wrong_mask_names_the_layer(mask):
-    class Masked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = bn.BatchNorm1d(3)
-
-        def forward(self, x):
-            return self.norm(x, mask=mask)
-
     with pytest.raises(ValueError, match=r"layer 'norm' .*: the mask must be bool of shape \(4, 5\)"):
-        Masked()(torch.randn(4, 3, 5))
+        Coded(lambda n, x: n.norm(x, mask=mask), norm=bn.BatchNorm1d(3))(torch.randn(4, 3, 5))

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 import torch.nn.functional as F
-from networks import scramble_
+from networks import Coded, scramble_
 from torch import nn
 
 import batchnorm as bn
@@ -127,15 +127,9 @@ def test_pickles():
 
 
 def test_sum_and_activation_of_a_parent_go_into_a_layer_without_its_own():
-    class Parent(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.bn, self.act = nn.Conv2d(3, 3, 1), BatchNormAct2d(3), nn.ReLU()
-
-        def forward(self, x):
-            return self.act(self.bn(self.conv(x)) + x)
-
-    net, x = scramble_(Parent()).double(), image()
+    conv, norm = nn.Conv2d(3, 3, 1), BatchNormAct2d(3)
+    net = scramble_(Coded(lambda n, x: n.act(n.bn(n.conv(x)) + x), conv=conv, bn=norm, act=nn.ReLU())).double()
+    x = image()
     converted = bn.convert(net, x)
     assert converted.report["bn"].action == "converted with a residual and ReLU"
     torch.testing.assert_close(converted(x), net(x), **CLOSE)

@@ -2,6 +2,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.nn.functional as F
+from networks import Coded
 from torch import nn
 
 import batchnorm as bn
@@ -137,16 +138,11 @@ def test_a_probe_keeps_shared_buffers_shared():
 
 
 def test_layers_called_by_keyword():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm, self.act = nn.BatchNorm1d(3), nn.ReLU()
-            self.fused = bn.BatchNorm1d(3, activation="relu")
+    def code(n, x):
+        return n.fused(residual=x, input=n.act(input=n.norm(input=x)))
 
-        def forward(self, x):
-            return self.fused(residual=x, input=self.act(input=self.norm(input=x)))
-
-    net, x = Net(), torch.randn(8, 3)
+    net = Coded(code, norm=nn.BatchNorm1d(3), act=nn.ReLU(), fused=bn.BatchNorm1d(3, activation="relu"))
+    x = torch.randn(8, 3)
     with Monitor(net, every=1) as monitor:
         net(x)
     percentiles = monitor.records[0].percentiles
@@ -177,31 +173,15 @@ def test_a_fused_layer_shows_what_the_separate_ones_show():
 
 
 def test_the_residual_counts_in_a_fused_layer():
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.bn = bn.BatchNorm1d(3, activation="relu")
-
-        def forward(self, x):
-            return self.bn(x, residual=x)
-
-    x = torch.randn(16, 3)
+    net, x = Coded(lambda n, x: n.bn(x, residual=x), bn=bn.BatchNorm1d(3, activation="relu")), torch.randn(16, 3)
     expected = bn.ops.batch_norm(x, residual=x)[0]
-    torch.testing.assert_close(
-        Monitor(Block()).record(0, x).percentiles["bn"].z, percentiles_of(expected, (15, 50, 85))
-    )
+    z = Monitor(net).record(0, x).percentiles["bn"].z
+    torch.testing.assert_close(z, percentiles_of(expected, (15, 50, 85)))
 
 
 def test_functional_nonlinearities_are_seen_at_the_normalization_before_them():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc, self.norm = nn.Linear(3, 4), nn.BatchNorm1d(4)
-
-        def forward(self, x):
-            return F.relu(self.norm(self.fc(x)))
-
-    assert list(Monitor(Net()).record(0, torch.randn(8, 3)).percentiles) == ["norm"]
+    net = Coded(lambda n, x: F.relu(n.norm(n.fc(x))), fc=nn.Linear(3, 4), norm=nn.BatchNorm1d(4))
+    assert list(Monitor(net).record(0, torch.randn(8, 3)).percentiles) == ["norm"]
 
 
 def test_a_second_call_has_its_own_name():
@@ -222,15 +202,7 @@ def test_evaluation_passes_are_not_steps():
 
 
 def test_layers_that_the_network_does_not_call():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.fc, self.act = nn.Linear(3, 3), nn.ReLU()
-
-        def forward(self, x):
-            return F.relu(self.fc(x))
-
-    net, x = Net(), torch.randn(8, 3)
+    net, x = Coded(lambda n, x: F.relu(n.fc(x)), fc=nn.Linear(3, 3), act=nn.ReLU()), torch.randn(8, 3)
     monitor = Monitor(net)
     with pytest.raises(
         ValueError, match=r"nothing to record: the network did not call .* watches \(act\); use layers="

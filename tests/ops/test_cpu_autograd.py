@@ -1,21 +1,20 @@
 """Compare the compiled CPU kernel with the oracle on many shapes, and test which calls are left to other paths."""
 
-import copy
 import ctypes
-from contextlib import nullcontext
+from functools import partial
 from math import prod
 
 import pytest
 import torch
 import torch.nn.functional as F
+from fast_path import assert_checkpoints, assert_recomputes, assert_skips, copy_of, new_running
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import KINKS, assert_near, check_the_kinks, expect, off_the_kinks, spread
 from torch.autograd import forward_ad
-from torch.utils.checkpoint import checkpoint
 
 from batchnorm import layers, ops
-from batchnorm.ops import Activation, Running, cpu
+from batchnorm.ops import Activation, cpu
 from batchnorm.ops.activation import IDENTITY, NAMES
 from batchnorm.ops.call import Call
 from batchnorm.ops.cpu import autograd, compiler
@@ -66,14 +65,6 @@ def whatever_the_size(monkeypatch):
     monkeypatch.setattr(autograd, "LARGE", 1 << 40)
 
 
-def new_running(channels):
-    return Running(torch.randn(channels), torch.rand(channels) + 0.5, torch.tensor(3), torch.tensor(0))
-
-
-def copy_of(running):
-    return Running(*(v.clone() for v in running))
-
-
 def run(x, running, momentum=0.1, activation=IDENTITY, gamma=None, beta=None, residual=None):
     assert autograd.form_of(x, activation) is not None
     y = cpu.train_(Call(x, gamma, beta, EPS, activation, residual, None, running, momentum))
@@ -100,9 +91,7 @@ def compare(x, activation=IDENTITY, momentum=0.1, with_residual=False):
         assert torch.equal(found, leaf.grad)
     assert y.stride() == x.stride() == x.grad.stride()
     assert_near(y, want.y, x.dtype, "y")
-    assert_near(x.grad, want.dx, x.dtype, "dx", top=want.dx_terms)
-    assert_near(gamma.grad, want.dgamma, x.dtype, "dgamma", top=want.sum_terms)
-    assert_near(beta.grad, want.dbeta, x.dtype, "dbeta", top=want.sum_terms)
+    want.check_gradients(x.grad, gamma.grad, beta.grad, x.dtype)
     if residual is not None:
         assert_near(residual.grad, want.dresidual, x.dtype, "dresidual")
     for found, expected in zip(running, want_running, strict=True):
@@ -363,13 +352,7 @@ def test_a_batch_that_is_not_finite_is_skipped_and_counted(name):
     before = copy_of(running)
     assert run(x, running) is None
     assert all(torch.equal(a, b) for a, b in zip(running, before, strict=True))
-    layer = (layers.BatchNorm2d if x.dim() == 4 else layers.BatchNorm1d)(x.shape[1])
-    layer(torch.randn_like(x))
-    before = layer.running_mean.clone(), layer.running_var.clone()
-    layer(x)
-    assert torch.equal(layer.running_mean, before[0])
-    assert torch.equal(layer.running_var, before[1])
-    assert (layer.num_batches_tracked, layer.num_batches_skipped) == (1, 1)
+    assert_skips((layers.BatchNorm2d if x.dim() == 4 else layers.BatchNorm1d)(x.shape[1]), x)
 
 
 FAR = {
@@ -404,32 +387,14 @@ def test_one_value_far_from_the_others():
 @pytest.mark.parametrize("name", ["vectors", "images", "channels_last"])
 @pytest.mark.parametrize("activation", [IDENTITY, RELU, Activation("silu")], ids=lambda a: a.name)
 def test_outputs_are_computed_again(name, activation):
-    x = SHAPES[name]()
-    weight, running = torch.randn(1, x.shape[1], *[1] * (x.dim() - 2)), new_running(x.shape[1])
-    gradients = []
-    for context in (nullcontext, ops.recompute):
-        leaf, w = x.clone().requires_grad_(), weight.clone().requires_grad_()
-        kept = copy_of(running)
-        with context():
-            loss = (run(leaf, kept, activation=activation) * w).sum()
-        loss.backward()
-        gradients.append((leaf.grad, w.grad, *kept))
-    for plain, again in zip(*gradients, strict=True):
-        assert torch.equal(plain, again)
+    assert_recomputes(partial(run, activation=activation), SHAPES[name]())
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("name", ["images", "channels_last"])
 def test_computed_again_in_a_checkpoint(name, reentrant):
-    x = SHAPES[name]().requires_grad_()
-    plain = layers.BatchNorm2d(x.shape[1], activation="relu")
-    layer, dy = copy.deepcopy(plain), torch.randn_like(x)
-    expected = torch.autograd.grad(plain(x), [x, plain.weight], dy)
-    checkpoint(layer, x, use_reentrant=reentrant).backward(dy)
-    for found, want in zip((x.grad, layer.weight.grad), expected, strict=True):
-        assert torch.equal(found, want)
-    for found, want in zip(layer.buffers(), plain.buffers(), strict=True):
-        assert torch.equal(found, want)
+    x = SHAPES[name]()
+    assert_checkpoints(layers.BatchNorm2d(x.shape[1], activation="relu"), x, reentrant)
 
 
 def test_torchs_kernel_is_taken_where_there_is_nothing_to_win(monkeypatch):

@@ -1,17 +1,16 @@
 """Test the layers' fast path with torch's kernel: its results are right; if it does not apply, it changes nothing."""
 
-import copy
 import gc
-from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
+from fast_path import assert_checkpoints, assert_recomputes, assert_skips, copy_of, new_running
 from oracle import assert_near, expect
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from batchnorm import layers, ops
-from batchnorm.ops import Activation, Running, cpu
+from batchnorm.ops import Activation, cpu
 from batchnorm.ops.activation import IDENTITY, NAMES
 from batchnorm.ops.call import Call
 from batchnorm.ops.cpu import autograd, torch_kernels
@@ -23,14 +22,6 @@ EPS = 1e-3
 @pytest.fixture(autouse=True)
 def no_compiler(monkeypatch):
     monkeypatch.setattr(autograd, "form_of", lambda *_: None)
-
-
-def new_running(channels):
-    return Running(torch.randn(channels), torch.rand(channels) + 0.5, torch.tensor(3), torch.tensor(0))
-
-
-def copy_of(running):
-    return Running(*(v.clone() for v in running))
 
 
 def run(x, running, momentum=0.1, activation=IDENTITY, gamma=None, beta=None):
@@ -65,9 +56,7 @@ def test_output_gradients_and_averages(name, momentum):
     y = run(x, running, momentum, Activation("relu"), gamma, beta)
     y.backward(dy)
     assert_near(y, want.y, x.dtype, "y")
-    assert_near(x.grad, want.dx, x.dtype, "dx", top=want.dx_terms)
-    assert_near(gamma.grad, want.dgamma, x.dtype, "dgamma", top=want.sum_terms)
-    assert_near(beta.grad, want.dbeta, x.dtype, "dbeta", top=want.sum_terms)
+    want.check_gradients(x.grad, gamma.grad, beta.grad, x.dtype, x.dtype)
     for found, expected in zip(running, want_running, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
@@ -112,13 +101,7 @@ def test_nothing_moves_where_another_way_is_due(name):
 
 @pytest.mark.parametrize("name", ["inf", "NaN in one feature", "a variance beyond float32, of mean 0"])
 def test_a_batch_that_is_not_finite_is_skipped_and_counted(name):
-    layer = layers.BatchNorm1d(3)
-    layer(torch.randn(8, 3))
-    before = layer.running_mean.clone(), layer.running_var.clone()
-    layer(LEFT[name]())
-    assert torch.equal(layer.running_mean, before[0])
-    assert torch.equal(layer.running_var, before[1])
-    assert (layer.num_batches_tracked, layer.num_batches_skipped) == (1, 1)
+    assert_skips(layers.BatchNorm1d(3), LEFT[name]())
 
 
 @pytest.mark.parametrize(("mean", "bound"), [(1e6, 1e-3), (1e4, 1e-4)])
@@ -187,16 +170,8 @@ CHECKPOINTED = {
 @pytest.mark.parametrize("activation", ["identity", "relu"])
 @pytest.mark.parametrize("name", CHECKPOINTED)
 def test_computed_again_in_a_checkpoint(name, activation, reentrant):
-    """The second forward pass saves the same tensors, and the running averages move only once."""
-    x, plain = CHECKPOINTED[name]().requires_grad_(), layers.BatchNorm2d(4 if "rows" not in name else 16)
-    plain.activation = Activation(activation)
-    layer, dy = copy.deepcopy(plain), torch.randn_like(x)
-    expected = torch.autograd.grad(plain(x), [x, plain.weight], dy)
-    checkpoint(layer, x, use_reentrant=reentrant).backward(dy)
-    for found, want in zip((x.grad, layer.weight.grad), expected, strict=True):
-        torch.testing.assert_close(found, want, rtol=0, atol=0, equal_nan=True)
-    for found, want in zip(layer.buffers(), plain.buffers(), strict=True):
-        torch.testing.assert_close(found, want, rtol=0, atol=0)
+    x = CHECKPOINTED[name]()
+    assert_checkpoints(layers.BatchNorm2d(x.shape[1], activation=activation), x, reentrant)
 
 
 def test_nothing_is_remembered_of_what_is_gone():
@@ -254,18 +229,7 @@ def test_large_half_precision_batches_take_it():
 
 
 def test_large_half_precision_outputs_are_computed_again():
-    x, weight = torch.randn(16, 16, 64, 64).bfloat16(), torch.randn(1, 16, 1, 1).bfloat16()
-    gradients = []
-    for context in (nullcontext, ops.recompute):
-        leaf, w = x.clone().requires_grad_(), weight.clone().requires_grad_()
-        with context():
-            y = run(leaf, new_running(16), activation=Activation("relu"))
-            loss = (y * w).sum()
-        del y
-        loss.backward()
-        gradients.append((leaf.grad, w.grad))
-    for kept, again in zip(*gradients, strict=True):
-        assert torch.equal(kept, again)
+    assert_recomputes(partial(run, activation=Activation("relu")), torch.randn(16, 16, 64, 64).bfloat16())
 
 
 def test_few_channels_in_six_dimensions_stay_as_they_lie():

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
+from networks import Coded
 from ranks import on_ranks
 from torch import nn
 from torch.autograd.graph import save_on_cpu
@@ -154,21 +155,15 @@ def test_a_chain_of_residuals_keeps_one_tensor_per_layer():
     assert_same(net, x, forward=forward)
 
 
-class Module(nn.Module):
-    """Branches that are concatenated, as in the appendix network."""
-
-    def __init__(self):
-        super().__init__()
-        self.branches = nn.ModuleList(
-            nn.Sequential(nn.Conv2d(8, 4, 1, bias=False), bn.BatchNorm2d(4, activation="relu")) for _ in range(2)
-        )
-
-    def forward(self, x):
-        return torch.cat([branch(x) for branch in self.branches], 1)
+def joined():
+    """Return a module whose branches are concatenated, as in the appendix network."""
+    pairs = [(nn.Conv2d(8, 4, 1, bias=False), bn.BatchNorm2d(4, activation="relu")) for _ in range(2)]
+    branches = nn.ModuleList(nn.Sequential(*pair) for pair in pairs)
+    return Coded(lambda n, x: torch.cat([branch(x) for branch in n.branches], 1), branches=branches)
 
 
 def test_a_concatenation_is_made_again_from_its_parts():
-    net, x = nn.Sequential(nn.Conv2d(8, 8, 1), *(Module() for _ in range(4)), nn.Conv2d(8, 8, 1)), torch.randn(LARGE)
+    net, x = nn.Sequential(nn.Conv2d(8, 8, 1), *(joined() for _ in range(4)), nn.Conv2d(8, 8, 1)), torch.randn(LARGE)
     # The first convolution's output and the inputs of the BN layers are always saved. Without recompute(), so are the
     # concatenated outputs and, if there is no C compiler, the outputs of the BN layers.
     assert kept(net, x, less=True) == pytest.approx(5, abs=0.1)

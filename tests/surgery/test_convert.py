@@ -5,7 +5,7 @@ from inspect import signature
 
 import pytest
 import torch
-from networks import ZOO, BasicBlock, FusedResidual, NormWithActivation, Residual, scramble_
+from networks import ZOO, BasicBlock, Coded, FusedResidual, NormWithActivation, Residual, scramble_
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -81,16 +81,11 @@ def test_exchanging_alone_fuses_in_sequentials_only_and_lists_the_rest():
 
 
 def test_an_activation_read_elsewhere_only_in_training_is_not_fused():
-    class Auxiliary(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.bn, self.relu = nn.BatchNorm1d(3), nn.ReLU()
+    def code(n, x):
+        y = n.bn(x)
+        return (n.relu(y), y * 2) if n.training else n.relu(y)
 
-        def forward(self, x):
-            y = self.bn(x)
-            return (self.relu(y), y * 2) if self.training else self.relu(y)
-
-    report = bn.convert(Auxiliary(), torch.randn(4, 3)).report
+    report = bn.convert(Coded(code, bn=nn.BatchNorm1d(3), relu=nn.ReLU()), torch.randn(4, 3)).report
     assert report["bn"].action == "converted with ReLU in evaluation"
     assert "is read by" in report["bn"].reason
 
@@ -116,16 +111,9 @@ def test_sharing_survives():
 
 
 def test_modules_in_plain_lists_are_exchanged_too():
-    class Listed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.bn = nn.BatchNorm1d(3)
-            self.steps = [self.bn, self.bn.forward]
-
-        def forward(self, x):
-            return self.steps[0](x)
-
-    converted = bn.convert(Listed(), torch.randn(4, 3))
+    net = Coded(lambda n, x: n.steps[0](x), bn=nn.BatchNorm1d(3))
+    net.steps = [net.bn, net.bn.forward]
+    converted = bn.convert(net, torch.randn(4, 3))
     assert converted.steps[0] is converted.bn
     assert isinstance(converted.steps[0], BatchNorm)
     assert converted.steps[1].__self__ is converted.bn
@@ -301,17 +289,12 @@ def test_revert_refuses_frozen_statistics_and_residuals():
 
 @pytest.mark.parametrize("verb", [bn.convert, bn.insert, bn.fold])
 def test_an_exception_leaves_the_network_as_it_was(verb):
-    class Breaks(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear, self.bn, self.calls = nn.Linear(3, 3), nn.BatchNorm1d(3), 0
+    def code(n, x):
+        n.calls += 1
+        x = torch.relu(n.bn(n.linear(x)))
+        raise RuntimeError("in the middle")
 
-        def forward(self, x):
-            self.calls += 1
-            x = torch.relu(self.bn(self.linear(x)))
-            raise RuntimeError("in the middle")
-
-    net = scramble_(Breaks())
+    net = scramble_(Coded(code, linear=nn.Linear(3, 3), bn=nn.BatchNorm1d(3), calls=0))
     before = copy.deepcopy(net.state_dict())
     with pytest.raises(RuntimeError, match="in the middle"):
         verb(net, torch.randn(4, 3))
@@ -349,17 +332,13 @@ def test_dropout_between_a_layer_and_its_activation_keeps_them_apart():
 
 @pytest.mark.parametrize("verb", [bn.convert, bn.insert, bn.fold])
 def test_what_a_network_remembers_between_calls_is_not_moved(verb):
-    class Stateful(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear, self.bn, self.memory = nn.Linear(3, 3), nn.BatchNorm1d(3), torch.zeros(3)
+    def code(n, x):
+        y = torch.relu(n.bn(n.linear(x)) + n.memory)
+        n.memory = y.detach().mean(0)
+        return y
 
-        def forward(self, x):
-            y = torch.relu(self.bn(self.linear(x)) + self.memory)
-            self.memory = y.detach().mean(0)
-            return y
-
-    result = verb(scramble_(Stateful()), torch.randn(4, 3))
+    net = scramble_(Coded(code, linear=nn.Linear(3, 3), bn=nn.BatchNorm1d(3), memory=torch.zeros(3)))
+    result = verb(net, torch.randn(4, 3))
     assert (result.memory == 0).all()
 
 
@@ -431,15 +410,8 @@ def test_dropout_after_a_layer_is_what_its_output_goes_to(last):
 
 
 def test_a_layer_that_only_feeds_a_sum_has_no_activation_to_fuse():
-    class Shortcut(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.BatchNorm2d(3), nn.BatchNorm2d(3)
-
-        def forward(self, x):
-            return torch.relu(self.a(x) + self.b(x))
-
-    report = bn.convert(Shortcut(), torch.randn(4, 3, 5, 5)).report
+    net = Coded(lambda n, x: torch.relu(n.a(x) + n.b(x)), a=nn.BatchNorm2d(3), b=nn.BatchNorm2d(3))
+    report = bn.convert(net, torch.randn(4, 3, 5, 5)).report
     reasons = [site.reason for site in report.sites if site.reason]
     assert reasons == ["activation: none, its output goes to a sum"]
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F
-from networks import Residual, scramble_
+from networks import Coded, Residual, scramble_
 from torch import nn
 
 import batchnorm as bn
@@ -95,18 +95,13 @@ def test_sites_are_found_through_functions_sums_joins_and_pools():
 
 
 def test_residual_blocks_are_normalized_before_the_sum():
-    class Block(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv1, self.conv2 = (nn.Conv2d(3, 3, 3, padding=1) for _ in range(2))
-            self.relu = nn.ReLU(inplace=True)
+    def code(n, x):
+        y = n.conv2(n.relu(n.conv1(x)))
+        y += x
+        return n.relu(y)
 
-        def forward(self, x):
-            y = self.conv2(self.relu(self.conv1(x)))
-            y += x
-            return self.relu(y)
-
-    net = nn.Sequential(Block(), Block())
+    block = Coded(code, conv1=nn.Conv2d(3, 3, 3, padding=1), conv2=nn.Conv2d(3, 3, 3, padding=1), relu=nn.ReLU(True))
+    net = nn.Sequential(block, copy.deepcopy(block))
     inserted = bn.insert(net, torch.randn(2, 3, 5, 5))
     assert inserted.report.paths("inserted") == ["0.conv1", "0.conv2", "1.conv1", "1.conv2"]
     inserted(torch.randn(4, 3, 5, 5)).sum().backward()
@@ -197,13 +192,8 @@ def test_placement_after_needs_modules_called_once():
     assert {site.reason for site in report} == {"it is called more than once"}
 
 
-class Rearranged(nn.Module):
-    def __init__(self, affine, rearrange):
-        super().__init__()
-        self.affine, self.rearrange, self.act = affine, rearrange, nn.Tanh()
-
-    def forward(self, x):
-        return self.act(self.rearrange(self.affine(x)))
+def rearranged(affine, rearrange):
+    return Coded(lambda n, x: n.act(rearrange(n.affine(x))), affine=affine, act=nn.Tanh())
 
 
 @pytest.mark.parametrize(
@@ -220,17 +210,17 @@ class Rearranged(nn.Module):
 )
 def test_placement_after_finds_the_features(rearrange, size, over):
     x = torch.randn(6, 4, 3)  # as many positions as features
-    inserted = bn.insert(Rearranged(nn.Linear(3, 4), rearrange), x, placement="after")
+    inserted = bn.insert(rearranged(nn.Linear(3, 4), rearrange), x, placement="after")
     torch.testing.assert_close(inserted(x).mean(over), torch.zeros(size), rtol=0, atol=1e-5)
 
 
 def test_placement_after_finds_the_features_of_a_convolution():
-    net = Rearranged(nn.Conv2d(3, 4, 1), lambda y: y.flatten(2).transpose(1, 2))
+    net = rearranged(nn.Conv2d(3, 4, 1), lambda y: y.flatten(2).transpose(1, 2))
     x = torch.randn(6, 3, 2, 2)
     torch.testing.assert_close(bn.insert(net, x, placement="after")(x).mean((0, 1)), torch.zeros(4), rtol=0, atol=1e-5)
-    net = Rearranged(nn.Conv2d(3, 4, 1), lambda y: y.view(len(y), -1))
+    net = rearranged(nn.Conv2d(3, 4, 1), lambda y: y.view(len(y), -1))
     assert bn.insert(net, x, placement="after").report["act"].action == "inserted BatchNorm1d(16)"
-    net = Rearranged(nn.Conv2d(3, 4, 1), lambda y: F.pixel_shuffle(y, 2))
+    net = rearranged(nn.Conv2d(3, 4, 1), lambda y: F.pixel_shuffle(y, 2))
     assert bn.insert(net, x, placement="after").report["act"].action == "inserted BatchNorm2d(1)"
 
 
@@ -247,7 +237,7 @@ def test_placement_after_finds_the_features_of_a_convolution():
     ],
 )
 def test_placement_after_skips_features_that_it_cannot_find(rearrange):
-    net = Rearranged(nn.Linear(3, 4), rearrange)
+    net = rearranged(nn.Linear(3, 4), rearrange)
     report = bn.insert(net, torch.randn(6, 4, 3), placement="after").report
     assert report["act"].reason.startswith(
         "cannot find the features in dimension 1 or the last dimension of its output"
@@ -304,31 +294,19 @@ def test_identity_after_the_nonlinearity_in_double_precision():
 
 @pytest.mark.parametrize("placement", ["before", "after"])
 def test_a_difference_names_a_possible_cause(placement):
-    class Typed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear, self.act = nn.Linear(3, 3), nn.Tanh()
+    def code(n, x):
+        y = n.act(n.linear(x))
+        return y if type(n.linear) is nn.Linear and type(n.act) is nn.Tanh else 2 * y
 
-        def forward(self, x):
-            y = self.act(self.linear(x))
-            return y if type(self.linear) is nn.Linear and type(self.act) is nn.Tanh else 2 * y
-
-    x = torch.randn(4, 3)
+    net, x = Coded(code, linear=nn.Linear(3, 3), act=nn.Tanh()), torch.randn(4, 3)
     with pytest.raises(ValueError, match="whose type is checked in the network's code") as error:
-        bn.insert(Typed(), x, placement=placement, init="identity", batches=[x])
+        bn.insert(net, x, placement=placement, init="identity", batches=[x])
     assert ("weight or bias" in str(error.value)) == (placement == "before")
 
 
 def test_weights_that_other_code_reads_are_not_touched():
-    class Tied(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(3, 3)
-
-        def forward(self, x):
-            return F.linear(torch.relu(self.linear(x)), self.linear.weight)
-
-    report = bn.insert(Tied(), torch.randn(4, 3)).report
+    tied = Coded(lambda n, x: F.linear(torch.relu(n.linear(x)), n.linear.weight), linear=nn.Linear(3, 3))
+    report = bn.insert(tied, torch.randn(4, 3)).report
     assert report["linear"].reason == "its weights are also read by linear in the network"
     # In evaluation, torch's encoder layer passes the weights of its linear layers to one fused function.
     encoder = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True))
@@ -342,30 +320,20 @@ def test_weights_that_other_code_reads_are_not_touched():
 
 
 def test_a_recurrent_layer_is_named_with_the_reason():
-    class Recurrent(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.embed, self.gru, self.head = nn.Linear(3, 4), nn.GRU(4, 4, batch_first=True), nn.Linear(4, 2)
-
-        def forward(self, x):
-            return self.head(self.gru(torch.tanh(self.embed(x)))[0])
-
-    report = bn.insert(Recurrent(), torch.randn(4, 5, 3)).report
+    embed, gru, head = nn.Linear(3, 4), nn.GRU(4, 4, batch_first=True), nn.Linear(4, 2)
+    net = Coded(lambda n, x: n.head(n.gru(torch.tanh(n.embed(x)))[0]), embed=embed, gru=gru, head=head)
+    report = bn.insert(net, torch.randn(4, 5, 3)).report
     assert report.paths("inserted") == ["embed"]
     assert report["gru"].reason == "a recurrent layer applies its nonlinearities internally"
 
 
 def test_heads_that_only_training_has_are_found():
-    class Auxiliary(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body, self.aux, self.head = nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 2)
+    def code(n, x):
+        x = torch.relu(n.body(x))
+        return (n.head(x), torch.relu(n.aux(x))) if n.training else n.head(x)
 
-        def forward(self, x):
-            x = torch.relu(self.body(x))
-            return (self.head(x), torch.relu(self.aux(x))) if self.training else self.head(x)
-
-    assert bn.insert(Auxiliary().eval(), torch.randn(4, 3)).report.paths("inserted") == ["body", "aux"]
+    net = Coded(code, body=nn.Linear(3, 3), aux=nn.Linear(3, 3), head=nn.Linear(3, 2)).eval()
+    assert bn.insert(net, torch.randn(4, 3)).report.paths("inserted") == ["body", "aux"]
 
 
 def test_a_network_whose_training_needs_more_than_the_example():
@@ -392,15 +360,9 @@ def test_weight_norm_stays():
 
 
 def test_a_transposed_convolution_is_called_with_its_output_size():
-    class Up(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.up = nn.ConvTranspose2d(3, 4, 3, stride=2, padding=1)
-
-        def forward(self, x):
-            return torch.relu(self.up(x, output_size=[8, 8]))
-
-    assert bn.insert(Up(), torch.randn(2, 3, 4, 4))(torch.randn(2, 3, 4, 4)).shape == (2, 4, 8, 8)
+    up = nn.ConvTranspose2d(3, 4, 3, stride=2, padding=1)
+    net, x = Coded(lambda n, x: torch.relu(n.up(x, output_size=[8, 8])), up=up), torch.randn(2, 3, 4, 4)
+    assert bn.insert(net, x)(x).shape == (2, 4, 8, 8)
 
 
 def test_outputs_that_no_layer_can_normalize():

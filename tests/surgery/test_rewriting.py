@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from blocks import Block, Bottleneck, ConvNorm, DenseBlock, MobileOneLike, RegNetLike, UNet, fusions_in
-from networks import scramble_
+from networks import Coded, scramble_
 from torch import nn
 
 import batchnorm as bn
@@ -26,6 +26,10 @@ CLOSE = {"rtol": 1e-8, "atol": 1e-8}
 
 def image(channels=4):
     return torch.randn(3, channels, 6, 6, dtype=torch.double)
+
+
+def conv_bn_relu(n, x):
+    return n.relu(n.bn1(n.conv1(x)))
 
 
 def rewritten_runs(net, x):
@@ -80,7 +84,7 @@ def after_a_mask(n, x):
     same = mask
     mask &= x < 1
     mask |= x < -1
-    return n.relu(n.bn1(n.conv1(x))) * same.double().mean()
+    return conv_bn_relu(n, x) * same.double().mean()
 
 
 ACTIVATIONS = {
@@ -90,7 +94,7 @@ ACTIVATIONS = {
     "F.relu_": (lambda n, x: F.relu_(n.bn1(n.conv1(x))), "relu"),
     "torch.relu": (lambda n, x: torch.relu(n.bn1(n.conv1(x))), "relu"),
     "relu_": (lambda n, x: n.bn1(n.conv1(x)).relu_(), "relu"),
-    "module": (lambda n, x: n.relu(n.bn1(n.conv1(x))), "relu"),
+    "module": (conv_bn_relu, "relu"),
     "through identities": (lambda n, x: n.relu(n.same(n.same(n.bn1(n.conv1(x))))), "relu"),
     "leaky": (lambda n, x: F.leaky_relu(n.bn1(n.conv1(x)), 0.3, inplace=True), "leaky_relu"),
     "sigmoid": (lambda n, x: torch.sigmoid(n.bn1(n.conv1(x))), "sigmoid"),
@@ -100,17 +104,6 @@ ACTIVATIONS = {
     "a buffer": (lambda n, x: F.relu(n.bn1(n.conv1(x))) * n.bn2.running_var.view(1, -1, 1, 1), "relu"),
     "a slice of children": (lambda n, x: F.relu(n.bn1(next(child(x) for child in n.shortcut[:1]))), "relu"),
 }
-
-
-class Applies(nn.Module):
-    """An activation module with a forward of its own."""
-
-    def __init__(self, code, *children):
-        super().__init__()
-        self.code, self.steps, self.sigmoid = code, nn.Sequential(*children), nn.Sigmoid()
-
-    def forward(self, x):
-        return self.code(self, x)
 
 
 def relu6_in_steps(x):
@@ -132,9 +125,9 @@ IN_STEPS = {
 @pytest.mark.parametrize("name", IN_STEPS)
 def test_activations_in_steps_and_in_children(name):
     code, kind = IN_STEPS[name]
-    inside = nn.Hardswish() if name == "a module" else Applies(lambda m, x: relu6_in_steps(x))
-    act = Applies(code, inside)
-    for write in (lambda n, x: n.relu(n.bn1(n.conv1(x))), lambda n, x: act.code(n.relu, n.bn1(n.conv1(x)))):
+    inside = nn.Hardswish() if name == "a module" else Coded(lambda m, x: relu6_in_steps(x))
+    act = Coded(code, steps=nn.Sequential(inside), sigmoid=nn.Sigmoid())
+    for write in (conv_bn_relu, lambda n, x: act.code(n.relu, n.bn1(n.conv1(x)))):
         both = lambda n, x, write=write: n.relu(write(n, x) + n.bn2(n.conv2(x)))  # noqa: E731
         converted = converted_and_checked(Block(both, act))
         assert fused(converted) == {"bn1": kind, "bn2": f"{kind} sum"}
@@ -142,7 +135,7 @@ def test_activations_in_steps_and_in_children(name):
 
 
 def test_one_activation_with_its_own_code_in_many_modules():
-    act = Applies(lambda m, x: x * torch.sigmoid(x))
+    act = Coded(lambda m, x: x * torch.sigmoid(x))
     converted = converted_and_checked(nn.Sequential(ConvNorm(act), nn.Sequential(ConvNorm(act), ConvNorm(act))))
     assert fused(converted) == dict.fromkeys(("0.bn", "1.0.bn", "1.1.bn"), "silu")
 
@@ -164,7 +157,7 @@ def test_products_that_are_not_activations(name):
 
 
 def test_a_changed_limit_of_relu6_is_noticed():
-    net, x = scramble_(Block(lambda n, x: n.relu(n.bn1(n.conv1(x))), nn.ReLU6())).double(), image()
+    net, x = scramble_(Block(conv_bn_relu, nn.ReLU6())).double(), image()
     converted = bn.convert(net, x)
     assert fused(converted) == {"bn1": "relu6"}
     net.relu.max_val = converted.relu.max_val = 0.5
@@ -182,17 +175,12 @@ def test_a_changed_limit_of_relu6_is_noticed():
     ],
 )
 def test_a_change_inside_an_activation_is_noticed(change):
-    class Act(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.slope, self.inner = 0.1, nn.LeakyReLU(0.2)
-
-        def forward(self, x):
-            return F.leaky_relu(x, self.slope) if self.slope else self.inner(x)
+    def code(n, x):
+        return F.leaky_relu(x, n.slope) if n.slope else n.inner(x)
 
     for slope in (0.1, 0):
-        net, x = scramble_(Block(lambda n, x: n.relu(n.bn1(n.conv1(x))), Act())).double(), image()
-        net.relu.slope = slope
+        act = Coded(code, slope=slope, inner=nn.LeakyReLU(0.2))
+        net, x = scramble_(Block(conv_bn_relu, act)).double(), image()
         converted = bn.convert(net, x)
         assert fused(converted) == {"bn1": "leaky_relu"}
         for n in (net, converted):
@@ -203,7 +191,7 @@ def test_a_change_inside_an_activation_is_noticed(change):
 @pytest.mark.parametrize("name", sorted({*NAMES} - {"identity"}))
 def test_every_activation_as_a_module_and_as_a_function(name):
     function = getattr(F, name)
-    for code in (lambda n, x: n.relu(n.bn1(n.conv1(x))), lambda n, x: function(n.bn1(n.conv1(x)))):
+    for code in (conv_bn_relu, lambda n, x: function(n.bn1(n.conv1(x)))):
         assert fused(converted_and_checked(Block(code, to_module(Activation(name))))) == {"bn1": name}
 
 
@@ -374,15 +362,9 @@ def test_a_bottleneck(downsample):
     assert rewritten_runs(converted, image()) == rewritten_runs(converted.eval(), image()) == 1
 
 
-class Gate(nn.Module):
-    """A squeeze-and-excitation gate written by the user, which convert has no special rule for."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Conv2d(4, 4, 1)
-
-    def forward(self, x):
-        return x * torch.sigmoid(self.fc(x.mean((2, 3), keepdim=True)))
+def gate():
+    """Return a squeeze-and-excitation gate written by the user, which convert has no special rule for."""
+    return Coded(lambda n, x: x * torch.sigmoid(n.fc(x.mean((2, 3), keepdim=True))), fc=nn.Conv2d(4, 4, 1))
 
 
 def gate_after_the_shortcut(n, x):
@@ -400,7 +382,7 @@ def sum_into_a_gate(n, x):
 @pytest.mark.parametrize("code", [gate_after_the_shortcut, sum_into_a_gate])
 def test_squeeze_and_excitation_before_a_sum(code):
     net = Block(code)
-    net.same = Gate()
+    net.same = gate()
     converted = converted_and_checked(net)
     assert fused(converted) == {"shortcut.1": "relu sum"}
     converted.shortcut[0] = net.shortcut[0] = nn.Identity()  # now the shortcut's BN reads the block's input
@@ -430,28 +412,16 @@ def test_a_norm_does_not_move_past_code_that_uses_its_tensors(code):
 
 
 def test_a_norm_does_not_move_past_a_module_that_holds_it():
-    class Counts(nn.Module):
-        def __init__(self, norm):
-            super().__init__()
-            self.norms = [norm]
-
-        def forward(self, x):
-            return x * self.norms[0].num_batches_tracked
-
     net = scramble_(Block(gate_after_the_shortcut)).double()
-    net.same = Counts(net.shortcut[1])
+    net.same = Coded(lambda n, x: x * n.norms[0].num_batches_tracked, norms=[net.shortcut[1]])
     converted = bn.convert(net, image())
     for _ in range(3):
         torch.testing.assert_close(converted(image() * 0 + 1), net(image() * 0 + 1), **CLOSE)
 
 
 def test_a_hook_on_the_layer_before_a_norm_that_moved():
-    class Halves(nn.Module):
-        def forward(self, x):
-            return x.mul_(0.5)
-
     net, x = Block(adds_after_unknown_code).double(), image()
-    net.same = Halves()
+    net.same = Coded(lambda n, x: x.mul_(0.5))
     converted = bn.convert(net, x)
     for n in (net, converted):
         n.conv1.register_forward_hook(lambda module, args, output: args[0])
@@ -486,7 +456,7 @@ def test_unusual_modules_do_not_make_convert_fail():
 
 def test_abstract_classes_are_type_checks_too():
     net = Block(lambda n, x: n.relu(n.bn1(y)) if not isinstance(y := n.same(x), Mapping) else n.relu(n.bn1(y["y"])))
-    net.same = Gate()
+    net.same = gate()
     converted = bn.convert(net, image().float())
     for n in (net, converted):
         n.same = Wraps()
@@ -511,16 +481,9 @@ def test_the_report_counts_what_the_built_in_sum_adds():
 
 
 def test_a_layer_with_two_names_is_counted():
-    class Named(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.BatchNorm2d(4)
-            self.net = nn.Sequential(nn.Conv2d(4, 4, 1), self.norm, nn.ReLU())
-
-        def forward(self, x):
-            return self.net(x)
-
-    assert bn.convert(Named(), image().float()).report.summary.startswith("convert: 1 of 1 BN layers")
+    norm = nn.BatchNorm2d(4)
+    net = Coded(lambda n, x: n.net(x), norm=norm, net=nn.Sequential(nn.Conv2d(4, 4, 1), norm, nn.ReLU()))
+    assert bn.convert(net, image().float()).report.summary.startswith("convert: 1 of 1 BN layers")
 
 
 def test_a_batch_norm_at_the_end_of_children():
@@ -555,15 +518,7 @@ def test_a_u_net():
 
 
 def test_shared_blocks():
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.block = Bottleneck()
-
-        def forward(self, x):
-            return self.block(self.block(x))
-
-    assert len(fused(converted_and_checked(Twice()))) == 3
+    assert len(fused(converted_and_checked(Coded(lambda n, x: n.block(n.block(x)), block=Bottleneck())))) == 3
 
 
 def returns_what_the_activation_reads(n, x):
@@ -587,7 +542,7 @@ def loops_over_children(n, x):
 
 def reads_before_an_identity(n, x):
     same = n.same(x)
-    return n.relu(n.bn1(n.conv1(x))) + same
+    return conv_bn_relu(n, x) + same
 
 
 def adds_a_branch(n, x):
@@ -600,47 +555,32 @@ class Same(nn.Identity):
 
 
 GUARDED = {
-    "mode": (
-        lambda n, x: n.relu(n.bn1(n.conv1(x))) if n.training else n.bn1(n.conv1(x)).exp(),
-        lambda n: n.eval(),
-    ),
+    "mode": (lambda n, x: conv_bn_relu(n, x) if n.training else n.bn1(n.conv1(x)).exp(), lambda n: n.eval()),
     "attribute": (
-        lambda n, x: n.relu(n.bn1(n.conv1(x))) if not n.flag else n.relu(x) + n.bn1(n.conv1(x)),
+        lambda n, x: conv_bn_relu(n, x) if not n.flag else n.relu(x) + n.bn1(n.conv1(x)),
         lambda n: setattr(n, "flag", True),
     ),
-    "number": (lambda n, x: n.relu(n.bn1(n.conv1(x))) * n.scale, lambda n: setattr(n, "scale", 3)),
-    "code": (lambda n, x: n.relu(n.bn1(n.conv1(x))), lambda n: setattr(n, "code", lambda n, x: n.relu(x))),
+    "number": (lambda n, x: conv_bn_relu(n, x) * n.scale, lambda n: setattr(n, "scale", 3)),
+    "code": (conv_bn_relu, lambda n: setattr(n, "code", lambda n, x: n.relu(x))),
     "child": (
-        lambda n, x: n.relu(n.bn1(n.conv1(x))) if n.drop is not None else n.bn1(n.conv1(x)),
+        lambda n, x: conv_bn_relu(n, x) if n.drop is not None else n.bn1(n.conv1(x)),
         lambda n: setattr(n, "drop", None),
     ),
     "attribute of a child": (
-        lambda n, x: n.relu(n.bn1(n.conv1(x))) if n.drop.p < 1 else n.relu(x),
+        lambda n, x: conv_bn_relu(n, x) if n.drop.p < 1 else n.relu(x),
         lambda n: setattr(n.drop, "p", 1.0),
     ),
     "a new attribute": (
-        lambda n, x: n.relu(n.bn1(n.conv1(x))) if not hasattr(n, "other") else n.relu(x),
+        lambda n, x: conv_bn_relu(n, x) if not hasattr(n, "other") else n.relu(x),
         lambda n: setattr(n, "other", 1),
     ),
-    "another activation": (lambda n, x: n.relu(n.bn1(n.conv1(x))), lambda n: setattr(n, "relu", nn.Tanh())),
-    "another forward": (lambda n, x: n.relu(n.bn1(n.conv1(x))), lambda n: setattr(n.relu, "forward", torch.sin)),
-    "another norm": (lambda n, x: n.relu(n.bn1(n.conv1(x))), lambda n: setattr(n, "bn1", nn.Identity())),
-    "an activation of its own": (
-        lambda n, x: n.relu(n.bn1(n.conv1(x))),
-        lambda n: setattr(n, "bn1", nn.Sequential(n.bn1, nn.Tanh())),
-    ),
-    "more children": (
-        lambda n, x: n.relu(x + n.shortcut(x)),
-        lambda n: n.shortcut.append(nn.Tanh()),
-    ),
-    "a hook on the activation": (
-        lambda n, x: n.relu(n.bn1(n.conv1(x))),
-        lambda n: n.relu.register_forward_hook(lambda m, args, out: out * 2),
-    ),
-    "a hook on the norm": (
-        lambda n, x: n.relu(n.bn1(n.conv1(x))),
-        lambda n: n.bn1.register_forward_hook(lambda m, args, out: -out),
-    ),
+    "another activation": (conv_bn_relu, lambda n: setattr(n, "relu", nn.Tanh())),
+    "another forward": (conv_bn_relu, lambda n: setattr(n.relu, "forward", torch.sin)),
+    "another norm": (conv_bn_relu, lambda n: setattr(n, "bn1", nn.Identity())),
+    "an activation of its own": (conv_bn_relu, lambda n: setattr(n, "bn1", nn.Sequential(n.bn1, nn.Tanh()))),
+    "more children": (lambda n, x: n.relu(x + n.shortcut(x)), lambda n: n.shortcut.append(nn.Tanh())),
+    "a hook on the activation": (conv_bn_relu, lambda n: n.relu.register_forward_hook(lambda m, args, out: out * 2)),
+    "a hook on the norm": (conv_bn_relu, lambda n: n.bn1.register_forward_hook(lambda m, args, out: -out)),
     "a hook on a child in between": (
         lambda n, x: n.relu(x + n.shortcut(x)),
         lambda n: n.shortcut.register_forward_pre_hook(lambda m, args: (args[0] * 2,)),
@@ -658,19 +598,19 @@ GUARDED = {
         lambda n: n.same.register_forward_hook(lambda m, args, out: out * 2),
     ),
     "a child's class": (
-        lambda n, x: n.relu(n.bn1(n.conv1(x))) + (x if isinstance(n.same, nn.Identity) else n.same(x)),
+        lambda n, x: conv_bn_relu(n, x) + (x if isinstance(n.same, nn.Identity) else n.same(x)),
         lambda n: setattr(n, "same", nn.MaxPool2d(3, 1, 1)),
     ),
     "a child's class, to a subclass": (
-        lambda n, x: n.relu(n.bn1(n.conv1(x))) * (2 if isinstance(n.same, Same) else 1),
+        lambda n, x: conv_bn_relu(n, x) * (2 if isinstance(n.same, Same) else 1),
         lambda n: setattr(n, "same", Same()),
     ),
     "the name of a child's class": (
-        lambda n, x: n.relu(n.bn1(n.conv1(x))) * len(n.same.__class__.__name__),
+        lambda n, x: conv_bn_relu(n, x) * len(n.same.__class__.__name__),
         lambda n: setattr(n, "same", Same()),
     ),
     "a child that code gets by its name": (
-        lambda n, x: n.relu(n.bn1(n.conv1(x))) * (2 if isinstance(n.get_submodule("drop"), nn.Dropout) else 1),
+        lambda n, x: conv_bn_relu(n, x) * (2 if isinstance(n.get_submodule("drop"), nn.Dropout) else 1),
         lambda n: setattr(n, "drop", nn.Identity()),
     ),
     "a grandchild in place": (
@@ -738,12 +678,12 @@ def test_absent_arguments():
 
 def counts_calls(n, x):
     n.scale += 1
-    return n.relu(n.bn1(n.conv1(x)))
+    return conv_bn_relu(n, x)
 
 
 def ticks(n, x):
     n.drop.counts["calls"] += 1
-    return n.relu(n.bn1(n.conv1(x)))
+    return conv_bn_relu(n, x)
 
 
 def without_gradients(n, x):
@@ -754,7 +694,7 @@ def without_gradients(n, x):
 
 def in_a_context(n, x):
     with nullcontext():
-        return n.relu(n.bn1(n.conv1(x)))
+        return conv_bn_relu(n, x)
 
 
 ONE = np.ones(1)
@@ -762,7 +702,7 @@ ONE = np.ones(1)
 
 def catches(n, x):
     try:
-        return n.relu(n.bn1(n.conv1(x))) if x.sum() < 1e9 else x
+        return conv_bn_relu(n, x) if x.sum() < 1e9 else x
     except Exception:
         return x
 
@@ -779,56 +719,50 @@ def doubles_the_data(n, x):
 
 REFUSED = {
     "the data of a tensor": (doubles_the_data, "assigns to the attribute 'data'"),
-    "random": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if random.random() < 2 else x, "draws random numbers"),
-    "torch.rand": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if torch.rand(1) < 2 else x, "control flow may depend on"),
+    "random": (lambda n, x: conv_bn_relu(n, x) if random.random() < 2 else x, "draws random numbers"),
+    "torch.rand": (lambda n, x: conv_bn_relu(n, x) if torch.rand(1) < 2 else x, "control flow may depend on"),
     "an attribute is set": (counts_calls, "assigns to the attribute 'scale'"),
     "gradients": (without_gradients, "changes the gradient mode"),
     "the gradient mode": (
-        lambda n, x: n.relu(n.bn1(n.conv1(x))) if torch.is_grad_enabled() else n.bn1(n.conv1(x)).relu(),
+        lambda n, x: conv_bn_relu(n, x) if torch.is_grad_enabled() else n.bn1(n.conv1(x)).relu(),
         "depends on the gradient mode",
     ),
-    "the data": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if x.sum() < 1e9 else x, "control flow may depend on more"),
+    "the data": (lambda n, x: conv_bn_relu(n, x) if x.sum() < 1e9 else x, "control flow may depend on more"),
     "a with statement": (in_a_context, "has a with statement"),
     "an exception": (catches, "has a try statement"),
-    "a type": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if isinstance(x.shape, tuple) else x, "checks the type"),
+    "a type": (lambda n, x: conv_bn_relu(n, x) if isinstance(x.shape, tuple) else x, "checks the type"),
     "a dict of a child": (ticks, "changes a list, dict or set"),
-    "vars": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if not vars(n)["flag"] else x, "through __dict__ or vars()"),
+    "vars": (lambda n, x: conv_bn_relu(n, x) if not vars(n)["flag"] else x, "through __dict__ or vars()"),
     "parameters": (
-        lambda n, x: n.relu(n.bn1(n.conv1(x))) if all(p.requires_grad for p in n.conv1.parameters()) else x,
+        lambda n, x: conv_bn_relu(n, x) if all(p.requires_grad for p in n.conv1.parameters()) else x,
         "loops over, adds or deletes parameters",
     ),
     "the size of a buffer": (
-        lambda n, x: n.relu(n.bn1(n.conv1(x))) if n.bn1.running_mean.numel() else x,
+        lambda n, x: conv_bn_relu(n, x) if n.bn1.running_mean.numel() else x,
         "control flow may depend on more than its arguments' shapes, dtypes and devices",
     ),
     "the shape of a computed tensor": (
         lambda n, x: n.relu(n.bn1(y)) if (y := n.conv1(x)).shape == x.shape else y,
         "control flow may depend on more than its arguments' shapes, dtypes and devices",
     ),
-    "the size of a selection": (
-        lambda n, x: n.relu(n.bn1(n.conv1(x))) if len(x[x > 0]) else x,
-        "calls len() on a value",
-    ),
+    "the size of a selection": (lambda n, x: conv_bn_relu(n, x) if len(x[x > 0]) else x, "calls len() on a value"),
     "a shape that changes": (
-        lambda n, x: n.relu(n.bn1(n.conv1(x))) if x.squeeze_(0).dim() == 4 else x,
+        lambda n, x: conv_bn_relu(n, x) if x.squeeze_(0).dim() == 4 else x,
         "control flow may depend on more than its arguments' shapes, dtypes and devices",
     ),
-    "a number of the data": (
-        lambda n, x: n.relu(n.bn1(n.conv1(x))) * float(x[0, 0, 0, 0]),
-        "calls float() on a value",
-    ),
-    "the batch size": (lambda n, x: n.relu(n.bn1(n.conv1(x))).view(len(x), -1), "the batch size as a number"),
+    "a number of the data": (lambda n, x: conv_bn_relu(n, x) * float(x[0, 0, 0, 0]), "calls float() on a value"),
+    "the batch size": (lambda n, x: conv_bn_relu(n, x).view(len(x), -1), "the batch size as a number"),
     "rows": (lambda n, x: torch.stack([n.relu(n.bn1(n.conv1(r[None]))) for r in x]), "loops over a tensor"),
     "autocast on another device": (
-        lambda n, x: n.relu(n.bn1(n.conv1(x))) if not torch.is_autocast_enabled("cuda") else n.bn1(x),
+        lambda n, x: conv_bn_relu(n, x) if not torch.is_autocast_enabled("cuda") else n.bn1(x),
         "depends on the gradient mode or on autocast",
     ),
-    "a key": (lambda n, x: n.relu(n.bn1(n.conv1(x))) * {3: 1.0}.get(x.shape[0], 2.0), "as a key"),
-    "text": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if str(x.dtype) != "torch.half" else x, "into text"),
-    "identity": (lambda n, x: n.relu(n.bn1(n.conv1(x))) if x.dtype is not torch.half else x, "compares objects"),
-    "identity in a function": (lambda n, x: x if is_half(x) else n.relu(n.bn1(n.conv1(x))), "compares objects"),
-    "a constant": (lambda n, x: n.relu(n.bn1(n.conv1(x))) * torch.exp(n.extra), "calls exp"),
-    "a constant from numpy": (lambda n, x: n.relu(n.bn1(n.conv1(x))) * torch.from_numpy(ONE), "uses a tensor"),
+    "a key": (lambda n, x: conv_bn_relu(n, x) * {3: 1.0}.get(x.shape[0], 2.0), "as a key"),
+    "text": (lambda n, x: conv_bn_relu(n, x) if str(x.dtype) != "torch.half" else x, "into text"),
+    "identity": (lambda n, x: conv_bn_relu(n, x) if x.dtype is not torch.half else x, "compares objects"),
+    "identity in a function": (lambda n, x: x if is_half(x) else conv_bn_relu(n, x), "compares objects"),
+    "a constant": (lambda n, x: conv_bn_relu(n, x) * torch.exp(n.extra), "calls exp"),
+    "a constant from numpy": (lambda n, x: conv_bn_relu(n, x) * torch.from_numpy(ONE), "uses a tensor"),
 }
 
 
@@ -856,7 +790,7 @@ def test_code_that_unpacks_another_number_of_tensors_fails_like_the_original(cha
 
 def test_a_question_about_the_process_is_asked_again_in_each_call(monkeypatch):
     def synchronizes(n, x):
-        y = n.relu(n.bn1(n.conv1(x)))
+        y = conv_bn_relu(n, x)
         return y * 2 if torch.distributed.is_initialized() or torch.jit.is_tracing() else y
 
     x = image()
@@ -875,9 +809,9 @@ def test_other_threads_can_convert_and_run_networks():
     def waits(n, x):
         waiting.set()
         sleep(0.01)
-        return n.relu(n.bn1(n.conv1(x))) + torch.zeros(1)
+        return conv_bn_relu(n, x) + torch.zeros(1)
 
-    x, other = image(), scramble_(Block(lambda n, x: n.relu(n.bn1(n.conv1(x))))).double().eval()
+    x, other = image(), scramble_(Block(conv_bn_relu)).double().eval()
     factory, expected = torch.zeros, other(x)
     nets = [scramble_(Block(waits)).double() for _ in range(3)]
     with ThreadPoolExecutor(3) as pool:
@@ -922,9 +856,9 @@ def test_code_whose_conditions_never_hold_is_not_reported_as_fused():
 
 
 ANSWERED = {
-    "isinstance": lambda n, x: n.relu(n.bn1(n.conv1(x))) if isinstance(x, torch.Tensor) else x,
-    "is_tensor": lambda n, x: n.relu(n.bn1(n.conv1(x))) if torch.is_tensor(x) else x,
-    "hasattr": lambda n, x: n.relu(n.bn1(n.conv1(x))) if not hasattr(x, "tensors") else x,
+    "isinstance": lambda n, x: conv_bn_relu(n, x) if isinstance(x, torch.Tensor) else x,
+    "is_tensor": lambda n, x: conv_bn_relu(n, x) if torch.is_tensor(x) else x,
+    "hasattr": lambda n, x: conv_bn_relu(n, x) if not hasattr(x, "tensors") else x,
     "of a layer": lambda n, x: n.relu(y) if isinstance(y := n.bn1(n.conv1(x)), torch.Tensor) else y,
 }
 
@@ -939,15 +873,8 @@ def test_code_that_is_called_with_nan_is_not_rewritten():
         def forward(self, x, floor=0.0):
             return super().forward(x)
 
-    class Outer(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = Inner(lambda n, x: n.relu(n.bn1(n.conv1(x))))
-
-        def forward(self, x):
-            return self.inner(x, float("nan"))
-
-    converted = bn.convert(Outer().double(), image())
+    net = Coded(lambda n, x: n.inner(x, float("nan")), inner=Inner(conv_bn_relu))
+    converted = bn.convert(net.double(), image())
     assert "it is called with NaN" in converted.report["inner.bn1"].reason
 
 
@@ -955,13 +882,13 @@ def checks(n, x):
     assert x.size(dim=1) == 4, f"4 channels, not {x.size(1)}"
     if not x.is_floating_point() or x.dtype == torch.long:
         x = x.double()
-    return n.relu(n.bn1(n.conv1(x)))
+    return conv_bn_relu(n, x)
 
 
 def adds_a_dimension(n, x):
     if x.dim() == 3:
         x = x.unsqueeze(0)
-    return n.relu(n.bn1(n.conv1(x)))
+    return conv_bn_relu(n, x)
 
 
 def unpacks(n, x):
@@ -970,7 +897,7 @@ def unpacks(n, x):
     half //= 2  # h stays the same
     if h % 2 or h != w or min(h, w) > 6:
         return n.bn1(x).exp()
-    return n.relu(n.bn1(n.conv1(x))).reshape(b, c, half, h // half, w)
+    return conv_bn_relu(n, x).reshape(b, c, half, h // half, w)
 
 
 def loops_over_channels(n, x):
@@ -979,14 +906,14 @@ def loops_over_channels(n, x):
     scale = float(x.ndim) ** -0.5
     for i in range(x.size(1)):
         x = x + i
-    return n.relu(n.bn1(n.conv1(x))) * scale
+    return conv_bn_relu(n, x) * scale
 
 
 def looks_at_a_view(n, x):
     z = x.transpose(1, 3)[..., :2]
     _, *sizes = z.shape
     if z.size(-1) == len(z[0, 0, 0]) and sizes[0] > 5 and x.unsqueeze(0).dim() == 5:
-        return n.relu(n.bn1(n.conv1(x)))
+        return conv_bn_relu(n, x)
     return n.bn1(x).exp()
 
 
@@ -1122,15 +1049,9 @@ def test_a_list_that_the_code_keeps_or_is_given_is_not_lost():
 
 
 def test_modules_that_code_calls_by_themselves_stay_right():
-    class Indexes(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.block, self.which = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.ReLU()), None
-
-        def forward(self, x):
-            return self.block(x) if self.which is None else self.block[self.which](x)
-
-    net, x = scramble_(Indexes()).double(), image()
+    block = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.ReLU())
+    net = Coded(lambda n, x: n.block(x) if n.which is None else n.block[n.which](x), block=block, which=None)
+    net, x = scramble_(net).double(), image()
     converted = bn.convert(net, x)
     assert "1 of 1" in str(converted.report)
     for which in (1, 2, slice(0, 2)):
@@ -1176,28 +1097,13 @@ def test_fold_of_a_rewritten_network():
 
 
 def test_normalized_layers_of_insert_are_fused():
-    class Plain(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv = nn.Conv2d(4, 4, 3)
-
-        def forward(self, x):
-            return F.relu(self.conv(x))
-
-    net = bn.insert(Plain().double(), image())
+    net = bn.insert(Coded(lambda n, x: F.relu(n.conv(x)), conv=nn.Conv2d(4, 4, 3)).double(), image())
     assert fused(bn.convert(net, image())) == {"conv.norm": "relu"}
 
 
 def test_a_child_that_does_not_trace_leaves_the_others_fused():
-    class Partly(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.good, self.bad = ConvNorm(F.relu), Block(REFUSED["torch.rand"][0])
-
-        def forward(self, x):
-            return self.bad(self.good(x))
-
-    converted = converted_and_checked(Partly())
+    good, bad = ConvNorm(F.relu), Block(REFUSED["torch.rand"][0])
+    converted = converted_and_checked(Coded(lambda n, x: n.bad(n.good(x)), good=good, bad=bad))
     assert fused(converted) == {"good.bn": "relu"}
     assert "1 of 2 BN layers that feed an activation are fused" in str(converted.report)
 
@@ -1208,7 +1114,7 @@ class Asks(ConvNorm):
 
 
 def test_a_child_that_traces_only_by_itself_is_called_as_it_is():
-    net = Block(lambda n, x: n.relu(n.f(x * 2) + n.g(n.relu(n.bn1(n.conv1(x))))))
+    net = Block(lambda n, x: n.relu(n.f(x * 2) + n.g(conv_bn_relu(n, x))))
     net.f = Asks()
     assert fused(converted_and_checked(net)) == {"bn1": "relu", "g.bn": "relu sum"}
     net.g = Asks()

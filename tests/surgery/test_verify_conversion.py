@@ -5,6 +5,7 @@ from importlib import import_module
 
 import pytest
 import torch
+from networks import Coded
 from torch import nn
 
 import batchnorm as bn
@@ -34,19 +35,10 @@ class Net(nn.Module):
         return y.flatten(1) if self.rows is None else y.view(self.rows, 4 * 4 * 4)
 
 
-class Change(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
-
-
 def verify(function, net=None):
     old = Net() if net is None else net
     new = copy.deepcopy(old)
-    new.change = Change(function)
+    new.change = Coded(lambda n, x: function(x))
     return verify_conversion(old, new, torch.randn(4, 3, 6, 6), None, modes=2, step=lambda doing: None)
 
 
@@ -65,17 +57,12 @@ class OneChannelScaled(Scaled):
         return torch.cat([1.5 * dy[:, :1], dy[:, 1:]], 1)
 
 
-class WrongInTraining(nn.Module):
-    def forward(self, x):
-        return OneChannelScaled.apply(x) if self.training else x
-
-
 @pytest.mark.parametrize("seed", range(5))  # a check on only two rows would miss the error for two of these seeds
 def test_a_wrong_gradient_of_one_channel_below_maps_of_one_pixel(seed):
     torch.manual_seed(seed)
     old = nn.Sequential(nn.Linear(16, 32), nn.Identity(), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10))
     new = copy.deepcopy(old)
-    new[1] = WrongInTraining()
+    new[1] = Coded(lambda n, x: OneChannelScaled.apply(x) if n.training else x)
     with pytest.raises(ValueError, match="the gradient of '0"):
         verify_conversion(old, new, torch.randn(8, 16), None, modes=2, step=lambda doing: None)
 
@@ -134,16 +121,11 @@ def test_an_output_of_numbers():
 
 @pytest.mark.parametrize(("least", "rows"), [(0, 3), (4, 8)])
 def test_gradients_are_compared_where_the_rewritten_code_runs(least, rows, monkeypatch):
-    class Asking(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.bn = nn.BatchNorm1d(3)
-
-        def forward(self, x):
-            return torch.relu(self.bn(x)) if least == 0 or x.shape[0] >= least else self.bn(x)
+    def code(n, x):
+        return torch.relu(n.bn(x)) if least == 0 or x.shape[0] >= least else n.bn(x)
 
     module = import_module("batchnorm.surgery.verify_conversion")
     seen, compute = set(), module._gradients
     monkeypatch.setattr(module, "_gradients", lambda net, x, *rest: seen.add(len(x)) or compute(net, x, *rest))
-    assert "1 of 1" in str(bn.convert(Asking(), torch.randn(8, 3)).report)
+    assert "1 of 1" in str(bn.convert(Coded(code, bn=nn.BatchNorm1d(3)), torch.randn(8, 3)).report)
     assert seen == {rows}

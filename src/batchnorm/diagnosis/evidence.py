@@ -183,14 +183,14 @@ def collect(
     for layer in layers:
         twin.get_submodule(layer.path).training = layer.ran_in_training
         layer.watch(twin)
-    device, number = network_call.device_of(net), 0
+    number = 0
     shown = progress(chain([first], iterator), "diagnosing", length_of(batches), unit="batch")
     for number, batch in enumerate(shown, 1):
         for layer in layers:
             layer.calls = 0
         with isolated(net, twin, seed=number), network_call.at_index(number - 1, batch):
             try:
-                network_call.call(twin, network_call.to_device(batch, device, copy=True), forward)
+                network_call.call(twin, network_call.copy_for(net, batch), forward)
             except SingleValueError:
                 continue
     return Evidence(net, layers, graph, shows_training, number, optimizer)

@@ -82,7 +82,10 @@ def follow(node: Any, given: Given) -> tuple[str, Any]:
         raise Unanswerable
     args = (*args, *node.kwargs.values())
     if function is getattr:
-        return _ask_attribute(*follow(args[0], given), args[1])
+        (text, owner), name = follow(args[0], given), args[1]
+        if not any(isinstance(owner, kind) and name in names for kind, names in ATTRIBUTES.items()):
+            raise Unanswerable
+        return f"{text}.{name}", getattr(owner, name)
     if node.op == "call_method" and (function in METHODS or function in VIEWS):
         text, owner = follow(args[0], given)
         if not isinstance(owner, Tensor):
@@ -96,9 +99,3 @@ def follow(node: Any, given: Given) -> tuple[str, Any]:
         inner, values = _ask_all(args, given)
         return f"_{MODULES[function.__module__]}.{function.__name__}({inner})", function(*values)
     raise Unanswerable
-
-
-def _ask_attribute(text: str, value: Any, name: str) -> tuple[str, Any]:
-    if not any(isinstance(value, kind) and name in names for kind, names in ATTRIBUTES.items()):
-        raise Unanswerable
-    return f"{text}.{name}", getattr(value, name)

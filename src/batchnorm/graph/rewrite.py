@@ -18,7 +18,7 @@ from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
 from .. import network_call
-from ..network_copy import isolated, private_copy
+from ..network_copy import private_copy, run_copy
 from .conditions import ConditionBuilder, IsNorm
 from .generated import (
     Unwatchable,
@@ -95,14 +95,9 @@ def unused(net: nn.Module, example: Any, forward: network_call.Forward | None, t
     if not any(map(is_rewritten, net.modules())):
         return []
     twin = private_copy(net).train(training)
-    batch = network_call.to_device(example, network_call.device_of(net), copy=True)
-    with (
-        suppress(Exception),  # ignore errors, because `restore_wrong_` finds the modules that raise them
-        despite_global_hooks(),
-        recording_variants(twin) as ran,
-        isolated(net, twin),
-    ):
-        network_call.call(twin, batch, forward)
+    # Ignore errors, because `restore_wrong_` finds the modules that raise them.
+    with suppress(Exception), despite_global_hooks(), recording_variants(twin) as ran:
+        run_copy(net, twin, example, forward)
     return [path for path, module in twin.named_modules() if not ran.get(module, True)]
 
 
@@ -175,9 +170,7 @@ def arguments_in(
         if _has_code(module):
             hook = lambda m, args, kwargs, path=path: note(path, m, args, kwargs)  # noqa: E731
             module.register_forward_pre_hook(hook, with_kwargs=True)
-    batch = network_call.to_device(example, network_call.device_of(net), copy=True)
-    with isolated(net, twin):
-        network_call.call(twin, batch, forward)
+    run_copy(net, twin, example, forward)
     return found
 
 

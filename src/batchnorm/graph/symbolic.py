@@ -17,7 +17,7 @@ import warnings
 from abc import ABCMeta
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from inspect import Parameter, signature
 from threading import get_ident
@@ -30,6 +30,7 @@ from torch import Tensor, fx, nn
 from torch.fx.proxy import Attribute
 from torch.overrides import TorchFunctionMode
 
+from ..network_copy import changed
 from .kinds import IN_PLACE, returns_its_input
 from .patterns import exactly
 from .questions import Given, Unanswerable, ask, follow, larger_batch
@@ -535,20 +536,14 @@ def _recorded_factories(tracer: _Tracer) -> Iterator[None]:
 
         return answer
 
-    replaced: list[tuple[Any, str, Any]] = [(torch, name, getattr(torch, name)) for name in FACTORIES]
-    for owner, name, function in replaced:
-        setattr(owner, name, recorded(function))
-    for path in STATES:
-        home, name = path.split(".")
-        if hasattr(getattr(torch, home), name):  # a torch build may lack the functions of torch.distributed
-            function = getattr(getattr(torch, home), name)
-            replaced.append((getattr(torch, home), name, function))
-            setattr(getattr(torch, home), name, asked(function, path))
-    try:
+    with ExitStack() as stack:
+        stack.enter_context(changed(torch, **{name: recorded(getattr(torch, name)) for name in FACTORIES}))
+        for path in STATES:
+            home, name = path.split(".")
+            owner = getattr(torch, home)
+            if hasattr(owner, name):  # a torch build may lack the functions of torch.distributed
+                stack.enter_context(changed(owner, **{name: asked(getattr(owner, name), path)}))
         yield
-    finally:
-        for owner, name, function in replaced:
-            setattr(owner, name, function)
 
 
 def _has_proxy(tree: Any) -> bool:

@@ -53,7 +53,7 @@ def trace(
     tensors = dict(zip(map(id, _held(twin)), map(id, _held(net)), strict=True))
     if training is not None:
         twin.train(training)
-    example = network_call.to_device(example, network_call.device_of(net), copy=True)
+    example = network_call.copy_for(net, example)
     with isolated(net, twin) as refuse:
         recorder = _Recorder(twin, refuse)
         with recorder.watch(twin), recorder, _Resurface():  # type: ignore[no-untyped-call]

@@ -123,7 +123,7 @@ def export(
         _require_tensors(outputs(folded, example))
     warn_of_left(report)
     # Copy the example, because it may be a view of a data set, and torch.export saves the whole storage of its example.
-    example = network_call.to_device(example, network_call.device_of(folded), copy=True)
+    example = network_call.copy_for(folded, example)
     limit = rounding(folded, example) + (report.relative_error or 0.0) if tolerance is None else tolerance
     own_size = _batch_size(example)
     traced_size = 2 if dynamic_batch and own_size == 1 else own_size  # exporters treat a dimension of 1 as fixed

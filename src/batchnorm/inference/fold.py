@@ -24,7 +24,7 @@ from ..graph.trace import READS
 from ..layers import BatchNorm
 from ..layers.fusion import Fused, activations_after
 from ..layers.normalized import Normalized
-from ..network_copy import Memo, copy_with, isolated, private_copy
+from ..network_copy import Memo, copy_with, private_copy, run_copy
 from ..ops import Activation
 from ..ops.activation import from_module, to_module
 from ..verify import verify
@@ -229,9 +229,8 @@ def _called(net: nn.Module, example: Any, forward: network_call.Forward | None, 
         if isinstance(module, TorchBatchNorm):
             module.eval()  # in training mode, it would reject an example with one value per feature
             module.register_forward_pre_hook(lambda *_, name=name: called.add(name))
-    batch = network_call.to_device(example, network_call.device_of(net), copy=True)
-    with suppress(Exception), isolated(net, twin):  # training mode may need targets, for example
-        network_call.call(twin, batch, forward)
+    with suppress(Exception):  # training mode may need targets, for example
+        run_copy(net, twin, example, forward)
     return called
 
 
@@ -248,9 +247,7 @@ def _run(net: nn.Module, example: Any, forward: network_call.Forward | None) -> 
         twin = private_copy(net)
         names = {module: name for name, module in twin.named_modules()}
         try:
-            batch = network_call.to_device(example, network_call.device_of(net), copy=True)
-            with torch.no_grad(), network_call.eagerly(), torch.random.fork_rng():
-                network_call.call(twin, batch, forward)
+            run_copy(net, twin, example, forward)
         except AttributeError as error:
             if isinstance(error.obj, nn.Module) and error.obj in names:
                 error.obj = net.get_submodule(names[error.obj])

@@ -122,8 +122,7 @@ def _fold_up(graph: Graph, plan: FoldPlan, layer: TorchBatchNorm) -> None:
         _note(sources, source, _match(source.module, layer, *shapes, moves, up=True))
         reached.add(source)
     for module in sources:
-        _check_every_call(graph, module, reached)
-        _check_free(graph, module)
+        _check_free(graph, module, reached)
     found = map_of(layer)
     for module, index in sources.items():
         target: dict[nn.Module, Map] = plan.remaining if module in plan.remaining else plan.after  # type: ignore[assignment]
@@ -153,8 +152,7 @@ def _fold_down(graph: Graph, plan: FoldPlan, layer: TorchBatchNorm) -> None:
         raise Refusal("nothing reads its output")
     maps = {module: plan.remaining[layer].select(index) for module, index in sinks.items()}
     for module, before in maps.items():
-        _check_every_call(graph, module, reached)
-        _check_free(graph, module)
+        _check_free(graph, module, reached)
         _check_borders(module, before)
     plan.before.update(maps)
     del plan.remaining[layer]
@@ -222,14 +220,12 @@ def _sinks(
             raise Refusal(f"its output goes to {reader}")
 
 
-def _check_every_call(graph: Graph, module: nn.Module, reached: set[TracedCall]) -> None:
-    for call in graph.calls_of(module):
-        if call not in reached:
-            raise Refusal(f"{call} is also called without this layer next to it")
-
-
-def _check_free(graph: Graph, module: nn.Module) -> None:
-    (call, *_) = graph.calls_of(module)
+def _check_free(graph: Graph, module: nn.Module, reached: set[TracedCall]) -> None:
+    """Refuse a neighbor that is called without this layer, or whose weights must not change."""
+    (call, *_) = calls = graph.calls_of(module)
+    for other in calls:
+        if other not in reached:
+            raise Refusal(f"{other} is also called without this layer next to it")
     if has_hooks(module):
         raise Refusal(f"{call} has hooks, which would see other values after folding")
     for tensor in module.parameters():

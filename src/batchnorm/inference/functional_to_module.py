@@ -11,7 +11,7 @@ import copy
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from inspect import Parameter, signature
 from typing import Any, NamedTuple
@@ -28,7 +28,7 @@ from ..graph.generated import by_name, scope_of
 from ..graph.kinds import is_affine, keeps_torch_forward
 from ..graph.symbolic import Untraceable, is_machinery, refuse_texts
 from ..layers import BatchNorm
-from ..network_copy import plain_attributes, private_copy
+from ..network_copy import changed, plain_attributes, private_copy, run_copy
 
 aten = torch.ops.aten
 CONVOLUTIONS: dict[Any, Any] = {
@@ -145,8 +145,7 @@ def _observe(net: nn.Module, owners: list[str], example: Any, forward: network_c
     for path, module in twin.named_modules():
         if path in around and not isinstance(module, torch.jit.ScriptModule):
             note(path, module)
-    with torch.no_grad(), network_call.eagerly(), torch.random.fork_rng():
-        network_call.call(twin, network_call.to_device(example, network_call.device_of(net), copy=True), forward)
+    run_copy(net, twin, example, forward)
     return calls
 
 
@@ -235,19 +234,12 @@ def _keeps_its_forward(module: nn.Module) -> bool:
 @contextmanager
 def _unchecked_shapes(net: nn.Module) -> Iterator[None]:
     """Disable the layers' checks of their input's shape, because torch.fx cannot trace the branches in these checks."""
-    checks = ("_check_input_dim", "_check_non_zero_input_channels")
-    layers = [m for m in net.modules() if isinstance(m, TorchBatchNorm)]
-    before = [(vars(m), check, vars(m).get(check)) for m in layers for check in checks]
-    for attributes, check, _ in before:
-        attributes[check] = lambda input: None
-    try:
+    checks = dict.fromkeys(("_check_input_dim", "_check_non_zero_input_channels"), lambda input: None)
+    with ExitStack() as stack:
+        for module in net.modules():
+            if isinstance(module, TorchBatchNorm):
+                stack.enter_context(changed(module, **checks))
         yield
-    finally:
-        for attributes, check, own in before:
-            if own is None:
-                del attributes[check]
-            else:
-                attributes[check] = own
 
 
 @contextmanager

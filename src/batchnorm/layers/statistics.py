@@ -101,7 +101,8 @@ class Ghost:
     ) -> tuple[Tensor, Moments]:
         """Normalize each group by its own statistics."""
         groups = self.groups(x, options["feature_dims"])
-        pieces = (_split(v, groups) for v in (x, options.pop("residual"), options.pop("mask")))
+        tensors = (x, options.pop("residual"), options.pop("mask"))
+        pieces = ([None] * groups if v is None else v.tensor_split(groups) for v in tensors)
         outputs, moments = [], []
         for piece, residual, mask in zip(*pieces, strict=True):
             given = {"residual": residual, "mask": mask, **options}
@@ -180,10 +181,6 @@ def count_unmasked(mask: Tensor, groups: int = 1) -> list[int]:
     if mask.device.type != "cpu" or torch.compiler.is_compiling() or is_transformed():
         return []
     return [int(part.sum()) for part in mask.tensor_split(groups)]
-
-
-def _split(v: Any, groups: int) -> Any:
-    return [None] * groups if v is None else v.tensor_split(groups)
 
 
 def _average(parts: list[Moments]) -> Moments:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import network_call
-from ..network_copy import unwrapped
+from ..network_copy import changed, unwrapped
 from ..ops.torch_state import is_compiled
 from .records import Percentiles, Record, percentiles_of
 from .shift import gradient_change
@@ -166,13 +166,9 @@ class Monitor:
     def _probe(self, step: int, batch: Any) -> Record | None:
         """Run a batch, and store and return the record; return None if no layer ran."""
         seen: dict[str, Percentiles] = {}
-        busy, self._busy = self._busy, True
-        try:
-            with probing(self.net), self._reading(seen):
-                # If the network is wrapped, call the inner network: DistributedDataParallel would wait for other ranks.
-                network_call.call(unwrapped(self.net)[1], batch)
-        finally:
-            self._busy = busy
+        with changed(self, _busy=True), probing(self.net), self._reading(seen):
+            # If the network is wrapped, call the inner network: DistributedDataParallel would wait for other ranks.
+            network_call.call(unwrapped(self.net)[1], batch)
         return self._keep(Record(step, seen)) if seen else None
 
     def record_gradient_change(self, step: int, loss: Callable[[Any, Any], Tensor], batch: Any, rate: float) -> Record:
@@ -181,11 +177,8 @@ class Monitor:
         The arguments after ``step`` are those of :func:`batchnorm.monitor.gradient_change`, which runs a forward and
         backward pass per layer.
         """
-        busy, self._busy = self._busy, True
-        try:
+        with changed(self, _busy=True):
             return self._keep(Record(step, {}, gradient_change(self.net, loss, batch, rate)))
-        finally:
-            self._busy = busy
 
     def _before(self, net: nn.Module, args: tuple[Any, ...]) -> None:
         if self._busy or not (net.training and torch.is_grad_enabled()):

@@ -92,11 +92,10 @@ def gradient_change(net: nn.Module, loss: Callable[[Any, Any], Tensor], batch: A
         # Copy the buffers, so that the network's running averages do not change. Restore the random number generators
         # after each call, so that every call draws the same numbers.
         buffers = {name: b.clone() for name, b in net.named_buffers()}
-        devices = {p.device.index for p in parameters.values() if p.device.type == "cuda"}
         with (
             torch.enable_grad(),
             network_call.eagerly(),
-            torch.random.fork_rng([d for d in devices if d is not None]),
+            torch.random.fork_rng({p.device for p in parameters.values() if p.is_cuda}),
             unsynchronized(inner.modules()),
         ):
             tensors = {name.removeprefix(prefix): v for name, v in (*leaves.items(), *buffers.items())}

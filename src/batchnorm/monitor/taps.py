@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _NormBase as TorchNorm
 from .. import collectives, network_call, ops
 from ..layers import Sync
 from ..layers.batch_norm import BatchNorm
+from ..network_copy import changed
 from ..ops import Activation, Moments, Running
 
 Seen = Callable[[str, Tensor, Tensor], None]
@@ -109,7 +110,7 @@ class Taps:
 
             handle = module.register_forward_hook(restore, always_call=True)
             return
-        with torch.no_grad(), borrowed_buffers([module]), _with(module, activation=Activation()):
+        with torch.no_grad(), borrowed_buffers([module]), changed(module, activation=Activation()):
             z = module.forward(*args, **kwargs)
         self._report(name, z, x)
 
@@ -141,30 +142,14 @@ class _Shown(Sync):
 
 
 @contextmanager
-def _with(module: nn.Module, **attributes: Any) -> Iterator[None]:
-    """Inside the block, set plain attributes of a module.
-
-    On exit, restore the old values, and delete the attributes that the module did not have.
-    """
-    kept = {name: vars(module)[name] for name in attributes if name in vars(module)}
-    vars(module).update(attributes)
-    try:
-        yield
-    finally:
-        for name in attributes:
-            del vars(module)[name]
-        vars(module).update(kept)
-
-
-@contextmanager
 def unsynchronized(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Inside the block, synchronized layers normalize by this rank's batch, so other ranks need not take part."""
     with ExitStack() as stack:
         for module in modules:
             if isinstance(getattr(module, "statistics", None), Sync):
-                stack.enter_context(_with(module, statistics=None))
+                stack.enter_context(changed(module, statistics=None))
             if type(module) is nn.SyncBatchNorm:
-                stack.enter_context(_with(module, forward=partial(nn.BatchNorm1d.forward, module)))
+                stack.enter_context(changed(module, forward=partial(nn.BatchNorm1d.forward, module)))
         yield
 
 
@@ -192,11 +177,10 @@ def probing(net: nn.Module) -> Iterator[None]:
     """
     modules = list(net.modules())
     modes = [m.training for m in modules]
-    devices = {p.device.index for p in net.parameters() if p.device.type == "cuda"}
     with (
         torch.no_grad(),
         network_call.eagerly(),
-        torch.random.fork_rng([d for d in devices if d is not None]),
+        torch.random.fork_rng({p.device for p in net.parameters() if p.is_cuda}),
         borrowed_buffers(modules),
         unsynchronized(modules),
     ):

@@ -165,11 +165,10 @@ def _set_identity(
     twin = private_copy(net).eval()
     for place, accumulator in accumulators.items():
         twin.get_submodule(place.path).register_forward_hook(partial(_measure, place, norms[place], accumulator))
-    device = network_call.device_of(net)
     with torch.no_grad(), network_call.eagerly():
         for number, batch in enumerate(progress(batches, "measuring activations")):
             with network_call.at_index(number, batch):
-                network_call.call(twin, network_call.to_device(batch, device, copy=True), forward)
+                network_call.call(twin, network_call.copy_for(net, batch), forward)
     for place, accumulator in accumulators.items():
         _set_from(place, norms[place], accumulator)
 

@@ -99,7 +99,7 @@ def _gradients(net: nn.Module, example: Any, forward: Forward | None, training: 
         for p in twin.parameters() if change else ():
             noise = torch.randn(p.shape, generator=generator, dtype=p.dtype, device="cpu")
             p.mul_(1 + change * noise.to(p.device))
-    batch = network_call.to_device(example, network_call.device_of(net), copy=True, dtype=torch.float64)
+    batch = network_call.copy_for(net, example, torch.float64)
     with isolated(net, twin), torch.enable_grad():
         found = [t for t in network_call.tensors_in(network_call.call(twin, batch, forward)) if t.requires_grad]
         torch.manual_seed(0)

@@ -151,11 +151,7 @@ def for_fresh(activation: Activation, elements: int, dtype: torch.dtype) -> Call
         return activation.__call__
     if elements <= SMALL:
         return Tensor.relu
-    return Tensor.relu_ if elements < LARGE_HALF or dtype.itemsize > 2 else _half_relu
-
-
-def _half_relu(z: Tensor) -> Tensor:
-    return HalfRelu.apply(z)  # type: ignore[no-any-return, no-untyped-call]
+    return Tensor.relu_ if elements < LARGE_HALF or dtype.itemsize > 2 else HalfRelu.apply
 
 
 class HalfRelu(torch.autograd.Function):
