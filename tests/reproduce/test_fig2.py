@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from training import environment, striped_folder
+from training import environment, lines_in, run_without_tyro_or_rich
 
 from batchnorm.cli import main
 from batchnorm.reproduce.imagenet.fig2 import Fig2, _missing, fig2
@@ -42,18 +42,6 @@ name = "rates"
 horizon = 1
 runs = [{ name = "far", recipe = "inception", rate = 1e9, evaluate_every = 1 }]
 """
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return striped_folder(tmp_path_factory.mktemp("stripes"))
-
-
-@pytest.fixture(scope="module")
-def plan(tmp_path_factory):
-    path = tmp_path_factory.mktemp("plan") / "plan.toml"
-    path.write_text(PLAN)
-    return path
 
 
 def run(data, plan, out, **options):
@@ -145,14 +133,14 @@ def test_it_goes_on_where_it_was_stopped(data, plan, session, tmp_path):
     words = ["--data", str(data), "--plan", str(plan), "--out", str(tmp_path), "--device", "cpu", "--workers", "0"]
     command = [sys.executable, "-m", "batchnorm", "reproduce", "fig2", *words, "--jobs", "2", "--group", "figures"]
     process = subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    runs = [tmp_path / "runs" / name / "metrics.jsonl" for name in ("plain", "normalized")]
-    while process.poll() is None and not all(path.exists() and path.read_text().count("\n") > 2 for path in runs):
+    runs = [tmp_path / "runs" / name for name in ("plain", "normalized")]
+    while process.poll() is None and min(map(lines_in, runs)) <= 2:
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     code, missing = process.wait(), json.loads((tmp_path / "fig2.json").read_text())["not yet run"]
     assert code == 130 or missing == ["far"]  # on a busy machine, the runs may finish before the signal
     assert missing[-1] == "far"
-    assert all(list((path.parent / "checkpoints").glob("step-*")) for path in runs)
+    assert all(list((folder / "checkpoints").glob("step-*")) for folder in runs)
     # With two jobs again, each has as many threads as before, so the results are equal bit for bit.
     run(data, plan, tmp_path, only=("plain", "normalized"), jobs=2)
     for name in ("plain", "normalized"):
@@ -370,12 +358,8 @@ def test_the_ablation_takes_back_one_modification_each():
 
 
 def test_it_needs_neither_tyro_nor_rich(plan, session, tmp_path):
-    code = (
-        "import sys; sys.modules.update(tyro=None, rich=None)\n"
-        "from batchnorm.cli import main; sys.exit(main(['reproduce', 'fig2', *sys.argv[1:]]))"
-    )
-    words = ["--plan", str(plan), "--results", str(session / "results"), "--out", str(tmp_path)]
-    subprocess.run([sys.executable, "-c", code, *words], check=True, env=environment(), capture_output=True)
+    words = ["--plan", plan, "--results", session / "results", "--out", tmp_path]
+    run_without_tyro_or_rich("reproduce", "fig2", *words)
     assert (tmp_path / "fig2.md").exists()
 
 
