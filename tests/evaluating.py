@@ -1,10 +1,8 @@
 """Image folders and shards with random pixels, and a small network with weights from a seed."""
 
-import io
-import tarfile
-
 import numpy as np
 import torch
+from pictures import encoded, tar_of
 from PIL import Image
 from torch import nn
 
@@ -28,14 +26,11 @@ def shards(root, sizes, *, count=2, split="val"):
     """Save the images of :func:`folder` as tar shards; the label of image k is k modulo 3."""
     root.mkdir(parents=True, exist_ok=True)
     for part in range(count):
-        with tarfile.open(root / f"{split}-{part:06d}.tar", "w") as tar:
-            for k in range(part, len(sizes), count):
-                buffer = io.BytesIO()
-                picture(*sizes[k], k).save(buffer, "PNG")
-                for suffix, body in (("png", buffer.getvalue()), ("cls", str(k % len(CLASSES)).encode())):
-                    info = tarfile.TarInfo(f"{k:03d}.{suffix}")
-                    info.size = len(body)
-                    tar.addfile(info, io.BytesIO(body))
+        members = []
+        for k in range(part, len(sizes), count):
+            members.append((f"{k:03d}.png", encoded(picture(*sizes[k], k))))
+            members.append((f"{k:03d}.cls", str(k % len(CLASSES)).encode()))
+        (root / f"{split}-{part:06d}.tar").write_bytes(tar_of(members))
     return root
 
 

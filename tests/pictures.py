@@ -38,6 +38,17 @@ def image_folder(root, sizes, split="train", classes=("ant", "bee", "cow")):
     return root
 
 
+def tar_of(members, mode="w"):
+    """Return the bytes of a tar file with these pairs of names and contents."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode=mode) as tar:
+        for name, content in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return buffer.getvalue()
+
+
 def sharded(folder, out, per_shard=5000):
     shard(folder, out, per_shard=per_shard)
     return out

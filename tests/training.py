@@ -2,7 +2,9 @@
 
 import multiprocessing
 import os
+import subprocess
 import sys
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -64,6 +66,30 @@ def start(*args, **options):
     process = context.Process(target=train_small, args=args, kwargs=options)
     process.start()
     return process
+
+
+def lines_in(out):
+    """Return the number of lines in a run's metrics file."""
+    path = out / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+def start_and_kill(lines, data, out, recipe=None, **options):
+    """Train in a new process, and kill the process when the metrics file has this many lines."""
+    process = start(data, out, recipe, **options)
+    while process.is_alive() and lines_in(out) < lines:
+        time.sleep(0.005)
+    process.kill()
+    process.join()
+
+
+def run_without_tyro_or_rich(*words):
+    """Run a command in a process that can import neither of the two packages."""
+    code = (
+        "import sys; sys.modules.update(tyro=None, rich=None)\n"
+        "from batchnorm.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    subprocess.run([sys.executable, "-c", code, *map(str, words)], check=True, env=environment(), capture_output=True)
 
 
 def outcome(out):

@@ -3,10 +3,11 @@ import json
 
 import pytest
 import torch
+from torch.nn import BatchNorm2d
 
 from batchnorm.bench import memory as bench
-from batchnorm.bench.contenders import STOCK
-from batchnorm.bench.memory import FORMS, PeakMemory, StepForm, memory, peak, peak_of_tensors, report
+from batchnorm.bench.contenders import OURS, STOCK, STOCK_WITHOUT_BN
+from batchnorm.bench.memory import PeakMemory, memory, peak, peak_of_tensors, report
 from batchnorm.models.bn_inception.pooling import AvgPool2d, MaxPool2d
 
 
@@ -37,11 +38,12 @@ def test_small_networks_on_this_machine(tmp_path, capsys):
 
 def test_forms_are_made_of_the_parts_they_name():
     cpu = torch.device("cpu")
-    for form in (StepForm("stock", STOCK), StepForm("none", STOCK, norm=False)):
-        assert not any(type(m).__module__.startswith("batchnorm.layers") for m in form.network(32, cpu).modules())
-        assert not any(isinstance(m, MaxPool2d | AvgPool2d) for m in form.network(32, cpu).modules())
-    ours = next(form for form in FORMS if form.name == "ours")
-    assert any(isinstance(m, MaxPool2d) for m in ours.network(32, cpu).modules())
+    for contender in (STOCK, STOCK_WITHOUT_BN):
+        parts = list(contender.network(32, cpu).modules())
+        assert not any(type(m).__module__.startswith("batchnorm.layers") for m in parts)
+        assert not any(isinstance(m, MaxPool2d | AvgPool2d) for m in parts)
+        assert any(isinstance(m, BatchNorm2d) for m in parts) == contender.norm
+    assert any(isinstance(m, MaxPool2d) for m in OURS.network(32, cpu).modules())
 
 
 def test_the_table_says_whether_the_bars_are_reached():

@@ -1,11 +1,9 @@
 """Test the conversion of ImageNet's official tar files, here with few images, to shards."""
 
 import gzip
-import io
-import tarfile
 
 import pytest
-from pictures import encoded, smooth
+from pictures import encoded, smooth, tar_of
 
 from batchnorm.data import open_images
 from batchnorm.data.imagenet_tars import open_official
@@ -13,16 +11,6 @@ from batchnorm.data.sharding import shard
 
 CLASSES = ("n01440764", "n01443537", "n01484850")
 ANNOTATION = "<annotation><object><name>{}</name><bndbox/></object><object><name>x</name></object></annotation>"
-
-
-def tar_of(members, mode="w"):
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode=mode) as tar:
-        for name, content in members:
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-    return buffer.getvalue()
 
 
 def picture(label, k):

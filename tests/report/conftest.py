@@ -1,8 +1,8 @@
 import json
 
 import pytest
-import torch
 
+from batchnorm.processes import torch_threads
 from batchnorm.report.page import write_report
 from batchnorm.report.runs import read_runs
 from batchnorm.reproduce.mnist.network_run import NetworkRun
@@ -13,11 +13,9 @@ from batchnorm.reproduce.mnist.training import Setting
 def folder(tmp_path_factory):
     """Train a network with BN and one without for a few steps, and return the folder of the two runs."""
     out = tmp_path_factory.mktemp("runs")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    for name, batch_norm in (("with-bn", True), ("without-bn", False)):
-        NetworkRun(out / name, Setting(batch_norm, steps=200)).train()
-    torch.set_num_threads(threads)
+    with torch_threads(1):
+        for name, batch_norm in (("with-bn", True), ("without-bn", False)):
+            NetworkRun(out / name, Setting(batch_norm, steps=200)).train()
     return out
 
 

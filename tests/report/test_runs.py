@@ -1,5 +1,6 @@
 import json
 import re
+import sys
 from dataclasses import replace
 from itertools import pairwise
 
@@ -7,9 +8,10 @@ import pytest
 import torch
 
 from batchnorm.cli import main
-from batchnorm.monitor import Percentiles, Record
+from batchnorm.monitor import Percentiles, Record, drift
 from batchnorm.monitor.sinks import as_json
-from batchnorm.report.figure1 import _figure1, paper_versus_here, steps_to
+from batchnorm.optional_packages import MissingExtraError
+from batchnorm.report.figure1 import _figure1, draw, paper_versus_here, steps_to
 from batchnorm.report.page import Report, render, report
 from batchnorm.report.runs import Run, read_runs
 from batchnorm.train import Recipe
@@ -285,22 +287,11 @@ def test_steps_to_validation_accuracies_that_were_reached(tmp_path):
 
 def test_the_typical_unit_is_the_same_rule_for_both(folder):
     for run in read_runs([folder]):
-        total = torch.stack([torch.tensor(v) for v in _totals(run)])
+        total = drift(run.percentiles, "sigmoid3").sum(0)
         assert (total < total[run.typical("sigmoid3")]).sum() <= 49
 
 
-def _totals(run):
-    from batchnorm.monitor import drift
-
-    return drift(run.percentiles, "sigmoid3").sum(0).tolist()
-
-
 def test_a_missing_matplotlib_is_named(folder, tmp_path, monkeypatch):
-    import sys
-
-    from batchnorm.optional_packages import MissingExtraError
-    from batchnorm.report.figure1 import draw
-
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingExtraError, match=r"pip install matplotlib"):
         draw(read_runs([folder]), tmp_path)

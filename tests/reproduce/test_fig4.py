@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from training import environment, striped_folder, train_small
+from training import environment, lines_in, run_without_tyro_or_rich, striped_folder, train_small
 
 from batchnorm.cli import main
 from batchnorm.evaluate import Predictions
@@ -46,18 +46,6 @@ runs = [
 ]
 """
 TWO = ("five", "apart")
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return striped_folder(tmp_path_factory.mktemp("stripes"))
-
-
-@pytest.fixture(scope="module")
-def plan(tmp_path_factory):
-    path = tmp_path_factory.mktemp("plan") / "plan.toml"
-    path.write_text(PLAN)
-    return path
 
 
 def run(data, plan, out, **options):
@@ -149,12 +137,8 @@ def test_what_a_member_leaves(data, session):
 
 def test_the_table_is_made_of_the_files_alone(plan, session, tmp_path):
     shutil.copytree(session / "results", tmp_path / "results")
-    code = (
-        "import sys; sys.modules.update(tyro=None, rich=None)\n"
-        "from batchnorm.cli import main; sys.exit(main(['reproduce', 'fig4', *sys.argv[1:]]))"
-    )
-    words = ["--plan", str(plan), "--results", str(tmp_path / "results"), "--out", str(tmp_path / "out")]
-    subprocess.run([sys.executable, "-c", code, *words], check=True, env=environment(), capture_output=True)
+    words = ["--plan", plan, "--results", tmp_path / "results", "--out", tmp_path / "out"]
+    run_without_tyro_or_rich("reproduce", "fig4", *words)
     for name in ("fig4.md", "fig4.json"):
         assert (tmp_path / "out" / name).read_text() == (session / name).read_text()
 
@@ -186,8 +170,7 @@ def test_it_goes_on_where_it_was_stopped(data, plan, session, tmp_path):
     words = ["--data", str(data), "--plan", str(plan), "--out", str(tmp_path), "--device", "cpu", "--workers", "0"]
     command = [sys.executable, "-m", "batchnorm", "reproduce", "fig4", *words, "--jobs", "2", "--only", *TWO]
     process = subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
-    runs = [tmp_path / "runs" / name / "metrics.jsonl" for name in TWO]
-    while process.poll() is None and not any(path.exists() and path.read_text().count("\n") > 1 for path in runs):
+    while process.poll() is None and max(lines_in(tmp_path / "runs" / name) for name in TWO) <= 1:
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     code, missing = process.wait(), set(read(tmp_path)["missing"])

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import on_ranks
-from training import assert_same_outcome, environment, small, torchrun
+from training import assert_same_outcome, environment, lines_in, small, torchrun
 
 import batchnorm as bn
 from batchnorm.data import Augment
@@ -97,12 +97,11 @@ def test_a_killed_rank_under_torchrun(data, tmp_path):
         stderr=subprocess.STDOUT,
         text=True,
     )
-    metrics = tmp_path / "parts" / "metrics.jsonl"
-    while launcher.poll() is None and not (metrics.exists() and metrics.read_text().count("\n") >= 4):
+    while launcher.poll() is None and lines_in(tmp_path / "parts") < 4:
         time.sleep(0.01)
     os.kill(workers_of(launcher)[-1], signal.SIGKILL)
     output, _ = launcher.communicate()
     assert launcher.returncode == 0, output
     assert "resuming from step" in output
-    assert [line["step"] for line in read(metrics) if "loss" in line] == list(range(1, 13))
+    assert [line["step"] for line in read(tmp_path / "parts" / "metrics.jsonl") if "loss" in line] == list(range(1, 13))
     assert_same_outcome(tmp_path / "parts", tmp_path / "whole")

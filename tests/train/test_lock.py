@@ -4,10 +4,9 @@ import json
 import multiprocessing
 import os
 import signal
-import time
 
 import pytest
-from training import assert_same_outcome, start, train_small
+from training import assert_same_outcome, start, start_and_kill, train_small
 
 from batchnorm.train.lock import locked
 
@@ -58,12 +57,7 @@ def test_a_second_training_touches_nothing(data, tmp_path):
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="no SIGKILL")
 def test_a_killed_run_resumes_at_once_though_its_workers_live_on(data, tmp_path):
-    process = start(data, tmp_path / "parts", workers=1)
-    metrics = tmp_path / "parts" / "metrics.jsonl"
-    while process.is_alive() and not (metrics.exists() and metrics.read_text().count("\n") >= 3):
-        time.sleep(0.005)
-    process.kill()
-    process.join()
+    start_and_kill(3, data, tmp_path / "parts", workers=1)
     train_small(data, tmp_path / "parts")
     train_small(data, tmp_path / "whole")
     assert_same_outcome(tmp_path / "parts", tmp_path / "whole")

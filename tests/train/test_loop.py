@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from training import assert_same_outcome, outcome, small, start, train_small
+from training import assert_same_outcome, lines_in, outcome, small, start, start_and_kill, train_small
 
 from batchnorm.train import Recipe, Stopped
 from batchnorm.train.checkpoint import load_latest, save
@@ -23,11 +23,6 @@ def reference(data, tmp_path_factory):
     out = tmp_path_factory.mktemp("reference")
     train_small(data, out, targets=(0.1, 1.01))
     return out
-
-
-def lines_in(out):
-    path = out / "metrics.jsonl"
-    return path.read_text().count("\n") if path.exists() else 0
 
 
 def test_what_a_run_leaves(reference):
@@ -81,11 +76,7 @@ def test_the_training_images_are_scored_as_validation_images_are(data, tmp_path)
 
 
 def test_validations_alone_do_not_save(data, tmp_path):
-    process = start(data, tmp_path, evaluate_every=1, checkpoint_every=5)
-    while process.is_alive() and lines_in(tmp_path) < 8:
-        time.sleep(0.005)
-    process.kill()
-    process.join()
+    start_and_kill(8, data, tmp_path, evaluate_every=1, checkpoint_every=5)
     steps = [int(path.name[5:]) for path in (tmp_path / "checkpoints").glob("step-*")]
     assert all(step in (5, 10, 12) for step in steps)
 
@@ -192,11 +183,7 @@ def test_divergence_is_a_result(data, tmp_path):
 def test_dropout_and_order_resume_exactly(data, tmp_path):
     recipe = small(dropout=0.4, local_response=True, shuffle="fixed", photometric="full", batch_norm=False, epochs=1.5)
     train_small(data, tmp_path / "whole", recipe)
-    process = start(data, tmp_path / "parts", recipe)
-    while process.is_alive() and lines_in(tmp_path / "parts") < 2:
-        time.sleep(0.005)
-    process.kill()
-    process.join()
+    start_and_kill(2, data, tmp_path / "parts", recipe)
     train_small(data, tmp_path / "parts", recipe)
     assert_same_outcome(tmp_path / "parts", tmp_path / "whole")
 

@@ -5,14 +5,13 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from training import assert_same_outcome, environment, small, start, train_small
+from training import assert_same_outcome, environment, small, start_and_kill, train_small
 
 import batchnorm as bn
 from batchnorm.cli import main
@@ -115,12 +114,7 @@ def test_a_resumed_run_is_the_same_and_is_evaluated_as_it_was(data, source, tmp_
 def test_a_killed_run_goes_on(data, source, tmp_path):
     recipe = small(factory=f"{source}:build", normalize="insert", rate=0.05)
     train_small(data, tmp_path / "whole", recipe)
-    metrics = tmp_path / "killed" / "metrics.jsonl"
-    process = start(data, tmp_path / "killed", recipe)
-    while process.is_alive() and not (metrics.exists() and metrics.read_text().count("\n") >= 4):
-        time.sleep(0.005)
-    process.kill()
-    process.join()
+    start_and_kill(4, data, tmp_path / "killed", recipe)
     train_small(data, tmp_path / "killed", recipe)
     assert_same_outcome(tmp_path / "killed", tmp_path / "whole")
 

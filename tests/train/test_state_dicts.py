@@ -47,6 +47,13 @@ def two_classes(data, tmp_path_factory):
     return shutil.copytree(data, folder, ignore=shutil.ignore_patterns("class2"))
 
 
+@pytest.fixture
+def words(source, data, tmp_path):
+    options = "--size 32 --batch-size 8 --device cpu --workers 0"
+    given = ["--network", f"{source}:build", "--data", str(data), "--out", str(tmp_path / "run")]
+    return ["train", *given, *options.split()]
+
+
 def network(source, **fields):
     return small(factory=f"{source}:build", **fields).network(3)
 
@@ -74,11 +81,10 @@ def test_a_run_on_other_classes_goes_on_from_a_run(source, pretrained, two_class
     assert not any(isinstance(m, nn.BatchNorm2d) for m in run.network.modules())
 
 
-def test_the_command_resumes_a_run_whose_start_is_gone(source, data, tmp_path, capsys):
+def test_the_command_resumes_a_run_whose_start_is_gone(source, words, tmp_path, capsys):
     start = tmp_path / "start.pt"
     torch.save(network(source).state_dict(), start)
-    words = f"--size 32 --batch-size 10 --epochs 2 --device cpu --workers 0 --data {data} --out {tmp_path / 'run'}"
-    command = ["train", "--network", f"{source}:build", "--from", str(start), *words.split()]
+    command = [*words, "--from", str(start), "--batch-size", "10", "--epochs", "2"]
     assert main([*command, "--max-steps", "2"]) == 0
     start.unlink()
     assert main(command) == 0
@@ -152,24 +158,21 @@ def test_the_statistics_of_a_frozen_source_move_again(source, tmp_path):
         ("--from {pretrained} --freeze-statistics --normalize remove", "nothing to freeze: the network has no"),
     ],
 )
-def test_what_cannot_be_the_start(source, data, pretrained, tmp_path, capsys, more, says):
+def test_what_cannot_be_the_start(source, words, pretrained, tmp_path, capsys, more, says):
     folder = tmp_path / "files"
     shutil.copytree(pretrained, folder / "unfinished", ignore=shutil.ignore_patterns("final"))
     torch.save({"fc": torch.zeros(1)}, folder / "other.pt")
     torch.save({**network(source).state_dict(), "0.weight": torch.zeros(5, 3, 3, 3)}, folder / "wide.pt")
-    words = ["train", "--network", f"{source}:build", "--data", str(data), "--out", str(tmp_path / "run")]
-    words += ["--size", "32", "--batch-size", "8", "--epochs", "1", "--device", "cpu", "--workers", "0"]
-    assert main([*words, *more.format(folder=folder, pretrained=pretrained).split()]) == 2
+    assert main([*words, "--epochs", "1", *more.format(folder=folder, pretrained=pretrained).split()]) == 2
     error = capsys.readouterr().err
     assert says in error
     assert error.count("\n") == 1
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_with_frozen_statistics_says_so(source, data, pretrained, tmp_path, capsys):
-    words = ["train", "--network", f"{source}:build", "--data", str(data), "--out", str(tmp_path / "run")]
-    words += ["--size", "32", "--batch-size", "8", "--max-steps", "1", "--device", "cpu", "--workers", "0"]
-    assert main([*words, "--normalize", "convert", "--from", str(pretrained), "--freeze-statistics"]) == 0
+def test_a_run_with_frozen_statistics_says_so(words, pretrained, capsys):
+    more = ["--max-steps", "1", "--normalize", "convert", "--from", str(pretrained), "--freeze-statistics"]
+    assert main([*words, *more]) == 0
     printed = capsys.readouterr().out
     assert "after 1 steps (folded, frozen statistics)\nbest top-1 with frozen statistics: " in printed
 

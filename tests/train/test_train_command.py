@@ -10,10 +10,17 @@ from threading import Thread
 
 import pytest
 from full_disk import no_room
+from training import lines_in
 
 from batchnorm.cli import main
 from batchnorm.data.image_sources import open_source, small_images_note
 from batchnorm.train.metrics import read
+
+
+def command(recipe, data, out, more):
+    """Return the words of a command that trains a small network with one of the paper's recipes."""
+    options = f"--recipe {recipe} --width 0.04 --size 32 --device cpu --workers 0 {more}"
+    return ["train", "--data", str(data), "--out", str(out), *options.split()]
 
 
 def test_describe_says_what_small_images_do_without(capsys):
@@ -31,10 +38,8 @@ def test_describe(capsys):
 
 
 def test_train_with_overrides(data, tmp_path, capsys):
-    words = "--width 0.04 --size 32 --batch-size 10 --epochs 1 --dropout 0.1 --per-activation 5a 5b --device cpu"
-    options = ["--workers", "0", "--estimate-batches", "2", "--targets", "0.1"]
-    arguments = ["train", "--recipe", "bn-x30", "--data", str(data), "--out", str(tmp_path), *words.split(), *options]
-    assert main(arguments) == 0
+    fields = "--batch-size 10 --epochs 1 --dropout 0.1 --per-activation 5a 5b"
+    assert main(command("bn-x30", data, tmp_path, f"{fields} --estimate-batches 2 --targets 0.1")) == 0
     recipe = json.loads((tmp_path / "recipe.json").read_text())
     assert (recipe["rate"], recipe["dropout"], recipe["per_activation"]) == (0.045, 0.1, ["5a", "5b"])
     assert "after 3 steps" in capsys.readouterr().out
@@ -43,8 +48,7 @@ def test_train_with_overrides(data, tmp_path, capsys):
 
 def test_a_run_of_few_images_and_few_classes(data, tmp_path, capsys):
     out = tmp_path / "my run"
-    words = "--width 0.04 --size 32 --batch-size 100 --epochs 1 --device cpu --workers 0"
-    assert main(["train", "--recipe", "bn-x30", "--data", str(data), "--out", str(out), *words.split()]) == 0
+    assert main(command("bn-x30", data, out, "--batch-size 100 --epochs 1")) == 0
     said, shown = capsys.readouterr()
     assert "; 1 step of 30 images on cpu, too few images for --batch-size 100, in " in said
     assert f"next: batchnorm predict '{out}' IMAGE...\n      batchnorm fold '{out}' -o net.onnx\n" in said
@@ -56,8 +60,7 @@ def test_a_run_of_few_images_and_few_classes(data, tmp_path, capsys):
 
 
 def test_steps_that_share_the_images_evenly_are_not_called_small(data, tmp_path, capsys):
-    words = "--width 0.04 --size 32 --batch-size 28 --epochs 1 --max-steps 1 --device cpu --workers 0"
-    assert main(["train", "--recipe", "bn-x30", "--data", str(data), "--out", str(tmp_path), *words.split()]) == 0
+    assert main(command("bn-x30", data, tmp_path, "--batch-size 28 --epochs 1 --max-steps 1")) == 0
     assert "; 1 step of 15 images on cpu, in " in capsys.readouterr().out
 
 
@@ -71,9 +74,9 @@ def test_images_that_would_be_enlarged_are_told(data):
 
 
 def test_a_run_that_diverges_is_told_by_the_exit_status(data, tmp_path, capsys):
-    words = "--width 0.04 --size 32 --batch-size 10 --epochs 3 --rate 1e30 --log-every 1 --workers 0 --device cpu"
+    words = command("inception", data, tmp_path, "--batch-size 10 --epochs 3 --rate 1e30 --log-every 1")
     with pytest.raises(SystemExit) as ended:
-        main(["train", "--recipe", "inception", "--data", str(data), "--out", str(tmp_path), *words.split()])
+        main(words)
     assert ended.value.code == 1
     assert "diverged by step" in capsys.readouterr().out
 
@@ -92,29 +95,16 @@ def test_help_says_what_each_recipe_has(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("more", "says"),
     [
-        (["--data", "nowhere"], "nowhere"),
-        (["--data", "DATA", "--size", "16"], "32 px or more, not 16"),
-        (["--data", "DATA", "--batch-size", "1"], "some step has fewer than 2 examples, too few"),
+        ("--data nowhere", "nowhere"),
+        ("--size 16", "32 px or more, not 16"),
+        ("--batch-size 1", "some step has fewer than 2 examples, too few"),
     ],
     ids=["no data", "too small", "batch of one"],
 )
-def test_what_a_user_can_put_right_gets_one_sentence(data, tmp_path, capsys, arguments, says):
-    words = [str(data) if word == "DATA" else word for word in arguments]
-    fixed = [
-        "--recipe",
-        "bn-x5",
-        "--out",
-        str(tmp_path / "run"),
-        "--device",
-        "cpu",
-        "--width",
-        "0.04",
-        "--workers",
-        "0",
-    ]
-    assert main(["train", *fixed, *words]) == 2
+def test_what_a_user_can_put_right_gets_one_sentence(data, tmp_path, capsys, more, says):
+    assert main(command("bn-x5", data, tmp_path / "run", more)) == 2
     error = capsys.readouterr().err
     assert says in error
     assert error.count("\n") == 1
@@ -127,21 +117,19 @@ def test_an_unknown_recipe(capsys):
 
 
 def test_a_corrected_command_is_not_refused_for_the_mistake_before(data, tmp_path, capsys):
-    words = ["train", "--recipe", "bn-x5", "--data", str(data), "--out", str(tmp_path / "run"), "--device", "cpu"]
-    words += ["--width", "0.04", "--workers", "0", "--batch-size", "8", "--max-steps", "1", "--estimate-batches", "2"]
+    words = command("bn-x5", data, tmp_path / "run", "--batch-size 8 --max-steps 1 --estimate-batches 2")
     assert main([*words, "--size", "16"]) == 2
     assert "32 px or more" in capsys.readouterr().err
-    assert main([*words, "--size", "32"]) == 0
+    assert main(words) == 0
 
 
 def test_a_stop_is_told_once(data, tmp_path, capsys):
     def interrupt():
-        while not (tmp_path / "run/metrics.jsonl").exists() or not (tmp_path / "run/metrics.jsonl").read_text():
+        while not lines_in(tmp_path / "run"):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
 
-    words = ["train", "--recipe", "bn-x5", "--data", str(data), "--out", str(tmp_path / "run"), "--device", "cpu"]
-    words += ["--width", "0.04", "--workers", "0", "--batch-size", "8", "--size", "32", "--log-every", "1"]
+    words = command("bn-x5", data, tmp_path / "run", "--batch-size 8 --log-every 1")
     Thread(target=interrupt, daemon=True).start()
     assert main(words) == 130
     last = capsys.readouterr().err.splitlines()[-2:]
@@ -159,9 +147,8 @@ def test_a_damaged_recipe_is_named(data, tmp_path, capsys):
 
 
 def test_a_full_disk_is_one_sentence_and_the_run_goes_on_later(data, tmp_path, capsys):
-    words = ["train", "--recipe", "bn-x5", "--data", str(data), "--out", str(tmp_path / "run"), "--device", "cpu"]
-    words += ["--width", "0.04", "--workers", "0", "--batch-size", "8", "--size", "32", "--max-steps", "2"]
-    words += ["--log-every", "1", "--checkpoint-every", "1", "--estimate-batches", "2"]
+    more = "--batch-size 8 --max-steps 2 --log-every 1 --checkpoint-every 1 --estimate-batches 2"
+    words = command("bn-x5", data, tmp_path / "run", more)
     with no_room(20_000):
         assert main(words) == 2
     last = capsys.readouterr().err.splitlines()[-1]
@@ -173,7 +160,6 @@ def test_a_full_disk_is_one_sentence_and_the_run_goes_on_later(data, tmp_path, c
 def test_file_names_are_no_markup(data, tmp_path, capsys):
     broken = shutil.copytree(data, tmp_path / "data")
     (broken / "val" / "class0" / "[bold].png").write_bytes(b"no image")
-    words = ["train", "--recipe", "bn-x5", "--data", str(broken), "--out", str(tmp_path / "run"), "--device", "cpu"]
-    words += ["--width", "0.04", "--workers", "0", "--batch-size", "8", "--size", "32", "--max-steps", "1"]
-    assert main([*words, "--estimate-batches", "2"]) == 0
+    more = "--batch-size 8 --max-steps 1 --estimate-batches 2"
+    assert main(command("bn-x5", broken, tmp_path / "run", more)) == 0
     assert "[bold].png" in capsys.readouterr().out.replace("\n", "")

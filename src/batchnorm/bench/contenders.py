@@ -22,16 +22,18 @@ class Contender:
     """A variant of the network in the paper's appendix.
 
     If ``stock`` is True, the variant is built from ``torch.nn``'s layers, otherwise as ``batchnorm train`` builds it.
-    If ``composed_stem`` is True, the two convolutions of the stem are composed into one.
+    If ``composed_stem`` is True, the two convolutions of the stem are composed into one. If ``norm`` is False, the
+    variant has no batch normalization.
     """
 
     name: str
     stock: bool = False
     composed_stem: bool = True
+    norm: bool = True
 
     def network(self, size: int, device: torch.device) -> nn.Module:
         """Build the network; all variants have the same weights."""
-        net: nn.Module = replace(RECIPES["bn-x30"], size=size).network(1000)
+        net = replace(RECIPES["bn-x30"], size=size, batch_norm=self.norm).network(1000)
         for module in net.modules():
             if isinstance(module, SeparableConv2d):
                 module.rearrange, module.by_blocks = self.composed_stem, not self.stock
@@ -44,6 +46,7 @@ class Contender:
 
 STOCK = Contender("stock", stock=True, composed_stem=False)
 STOCK_COMPOSED = Contender("stock, composed stem", stock=True)
+STOCK_WITHOUT_BN = replace(STOCK, name="stock, no BN", norm=False)
 OURS = Contender("ours")
 
 
@@ -81,7 +84,7 @@ class Timed:
     """A contender that is ready to take training steps on one batch of random images."""
 
     def __init__(self, contender: Contender, batch: int, size: int, device: torch.device) -> None:
-        self.contender, self.batch = contender, batch
+        self.contender = contender
         net = contender.network(size, device)
         self.images, self.labels = noise(batch, size, device)
         self.draws = torch.zeros(batch, 1, device=device)

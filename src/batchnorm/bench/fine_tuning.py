@@ -84,12 +84,7 @@ def fine_tuning(
         folder = Path(temporary)
         first, others = _divide(data, classes, images, folder)
         recipe = replace(
-            RECIPES["bn-x5"],
-            factory=f"{__name__}:build",
-            normalize="convert",
-            size=size,
-            decay_epochs=1.0,
-            decay=0.75,
+            RECIPES["bn-x5"], factory=f"{__name__}:build", normalize="convert", size=size, decay_epochs=1.0, decay=0.75
         )
         before = replace(recipe, name="first", rate=0.1, batch_size=64, epochs=first_epochs)
         start = _train((before, Options(first, folder / "first", **SETTINGS)))
@@ -108,12 +103,7 @@ def fine_tuning(
         ]
         results = map_on_cores(_train, jobs, processes)
     tried = [
-        {
-            "batch": batch,
-            "statistics": NAMES[freeze],
-            "rate": rate,
-            **_means(results[k * seeds :][:seeds]),
-        }
+        {"batch": batch, "statistics": NAMES[freeze], "rate": rate, **_means(results[k * seeds :][:seeds])}
         for k, (batch, freeze, rate) in enumerate(cells)
     ]
     rows = [

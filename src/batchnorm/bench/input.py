@@ -26,6 +26,7 @@ from ..data.image_sources import ImageSource, open_source
 from ..data.loader import BatchReader, Request, random_crops
 from ..errors import above, at_least
 from ..optional_packages import require
+from ..processes import torch_threads
 from ..results import check_writable, environment, write_json
 
 BATCH = 50
@@ -93,8 +94,7 @@ def input_rate(
     check_writable(out)
     with ExitStack() as stack:
         root = data or photographs(Path(stack.enter_context(tempfile.TemporaryDirectory())), split)
-        stack.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(1)
+        stack.enter_context(torch_threads(1))
         source = open_source(root, split)
         chosen = np.unique(np.linspace(0, len(source.labels) - 1, images).astype(np.int64))
         requests = [Request(0, chosen[i : i + BATCH]) for i in range(0, len(chosen), BATCH)]

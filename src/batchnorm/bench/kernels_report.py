@@ -98,11 +98,7 @@ def summary(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
         for other in ("compile", "compile-max", "eager", "cudnn-fp16"):
             ratios = [ratio(r, other) for r in members if other in r["us"]]
             if ratios:
-                entry[other] = {
-                    "geometric_mean": geometric_mean(ratios),
-                    "worst": min(ratios),
-                    "n": len(ratios),
-                }
+                entry[other] = {"geometric_mean": geometric_mean(ratios), "worst": min(ratios), "n": len(ratios)}
         found.append(entry)
     return found
 

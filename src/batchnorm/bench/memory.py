@@ -17,20 +17,18 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import at_least
-from ..models import inception
-from ..models.bn_inception.blocks import InceptionModule, SeparableConv2d
 from ..ops import recompute
 from ..results import check_writable, write_result
 from ..train import RECIPES
 from ..train.step import make_optimizer
-from .contenders import OURS, STOCK, Contender, noise, with_stock_parts_
+from .contenders import OURS, STOCK, STOCK_WITHOUT_BN, Contender, noise
 from .train import LOSS_TOLERANCE
 
 QUESTION = "peak memory of a training step of the network in the paper's appendix, relative to the stock network"
@@ -38,31 +36,16 @@ QUESTION = "peak memory of a training step of the network in the paper's appendi
 BARS = {"ours": 0.6, "ours, recompute": 0.45}
 
 
-@dataclass(frozen=True)
-class StepForm:
-    """A variant of the network whose training step is measured."""
+class StepForm(NamedTuple):
+    """A network whose training step is measured, with or without ``recompute()``."""
 
     name: str
     contender: Contender
-    norm: bool = True
     recompute: bool = False
-
-    def network(self, size: int, device: torch.device) -> nn.Module:
-        """Build the network."""
-        if self.norm:
-            return self.contender.network(size, device)
-        net = inception(size=size, norm=None)
-        with_stock_parts_(net)
-        for module in net.modules():
-            if isinstance(module, SeparableConv2d | InceptionModule):
-                module.rearrange = False
-        return net.to(device).to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
 
 FORMS = (
-    StepForm("stock", STOCK),
-    StepForm("stock, no BN", STOCK, norm=False),
-    StepForm("ours", OURS),
+    *(StepForm(contender.name, contender) for contender in (STOCK, STOCK_WITHOUT_BN, OURS)),
     StepForm("ours, recompute", OURS, recompute=True),
 )
 
@@ -78,30 +61,6 @@ class PeakMemory:
     loss: float
     over_stock: float = 1.0
     tensors_over_stock: float = 1.0
-
-
-class EagerStep:
-    """A variant of the network that is ready to take training steps on one batch of random images."""
-
-    def __init__(self, form: StepForm, batch: int, size: int, device: torch.device) -> None:
-        self.form, self.device = form, device
-        self.net = form.network(size, device)
-        self.optimizer = make_optimizer(self.net, RECIPES["bn-x30"], device)
-        self.images, self.labels = noise(batch, size, device)
-
-    def forward(self) -> Tensor:
-        """Run the forward pass and return the loss."""
-        self.optimizer.zero_grad(set_to_none=True)
-        less = recompute() if self.form.recompute else nullcontext()
-        with less, torch.autocast(self.device.type, torch.bfloat16):
-            return F.cross_entropy(self.net(self.images).float(), self.labels)
-
-    def __call__(self) -> Tensor:
-        """Take one step, and return its loss."""
-        loss = self.forward()
-        loss.backward()
-        self.optimizer.step()
-        return loss.detach()
 
 
 def peak(call: Callable[[], Any], device: torch.device) -> tuple[int, int]:
@@ -136,10 +95,25 @@ def peak(call: Callable[[], Any], device: torch.device) -> tuple[int, int]:
 
 def measure(form: StepForm, batch: int, size: int, device: torch.device) -> PeakMemory:
     """Build a variant, warm it up and measure the memory of one forward pass and one step."""
-    step = EagerStep(form, batch, size, device)
+    net = form.contender.network(size, device)
+    optimizer = make_optimizer(net, RECIPES["bn-x30"], device)
+    images, labels = noise(batch, size, device)
+
+    def forward() -> Tensor:
+        optimizer.zero_grad(set_to_none=True)
+        less = recompute() if form.recompute else nullcontext()
+        with less, torch.autocast(device.type, torch.bfloat16):
+            return F.cross_entropy(net(images).float(), labels)
+
+    def step() -> Tensor:
+        loss = forward()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
     loss = float(step())
     step()  # the first step allocated momentum buffers and workspaces, so its memory differs from that of later steps
-    _, after = peak(step.forward, device)
+    _, after = peak(forward, device)
     highest, _ = peak(step, device)
     return PeakMemory(form.name, highest, peak_of_tensors(step, device) or highest, after, loss)
 
@@ -202,7 +176,7 @@ def memory(
         stock = (rows or [row])[0]
         over, tensors_over = row.peak / stock.peak, row.tensors / stock.tensors
         rows.append(replace(row, over_stock=over, tensors_over_stock=tensors_over))
-        if form.norm and not abs(row.loss - rows[0].loss) <= LOSS_TOLERANCE * abs(rows[0].loss):
+        if form.contender.norm and not abs(row.loss - rows[0].loss) <= LOSS_TOLERANCE * abs(rows[0].loss):
             raise RuntimeError(
                 f"{row.name} computes a loss of {row.loss}, but stock computes a loss of {rows[0].loss}:"
                 " their memory is not comparable"

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..errors import at_least
 from ..optional_packages import check_installed, require
 from ..progress import progress
 from ..results import sync, write_atomically
@@ -67,10 +68,7 @@ def shard(
     """
     if out.exists():
         raise ValueError(f"{out} exists already: remove it or choose another folder")
-    if per_shard < 1:
-        raise ValueError(f"per_shard={per_shard}: must be 1 or more")
-    if short_side is not None and short_side < 1:
-        raise ValueError(f"short_side={short_side}: must be 1 or more")
+    at_least(1, per_shard=per_shard, short_side=short_side)
     if short_side is not None:
         check_installed("PIL")
     sources = _open_all(folder)

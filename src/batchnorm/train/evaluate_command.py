@@ -50,8 +50,7 @@ def evaluate(
     Paper: Sec. 4.2.3; Fig. 4
     """
     at_least(0, workers=workers)
-    if out is not None:
-        check_writable(out)
+    check_writable(out)
     opened = open_runs(runs, trust=trust)
     with ranks(device) as here:
         batches = open_for(opened, data, crops, split, here, batch_size, workers)

@@ -62,11 +62,6 @@ class Options:
     """also write scalars for TensorBoard"""
 
     def __post_init__(self) -> None:
-        """Check the options before any work is done.
-
-        Raises:
-            ValueError: if an option is invalid; the message names it.
-        """
         at_least(1, log_every=self.log_every, checkpoint_every=self.checkpoint_every, max_steps=self.max_steps)
         at_least(1, evaluate_batch=self.evaluate_batch, estimate_batches=self.estimate_batches)
         at_least(0, evaluate_every=self.evaluate_every, monitor_every=self.monitor_every, workers=self.workers)

@@ -52,8 +52,7 @@ def predict(
     if not images:
         raise ValueError("give at least one image, or a folder of images")
     where = find_device(device)
-    if csv is not None:
-        check_writable(csv)
+    check_writable(csv)
     files = [file for image in images for file in _files(image)]
     trained = load(run, device=where, trust=trust)
     readable, probabilities, unreadable = _predict(trained, files, batch_size)

@@ -106,11 +106,6 @@ class Recipe:
     """seed of the initial weights, order, crops, distortions and dropout"""
 
     def __post_init__(self) -> None:
-        """Check the fields before any work is done.
-
-        Raises:
-            ValueError: if a field is invalid; the message names it.
-        """
         above(0, width=self.width, init_scale=self.init_scale, decay=self.decay)
         above(0, decay_epochs=self.decay_epochs, epochs=self.epochs)
         at_least(0, rate=self.rate, eps=self.eps, weight_decay=self.weight_decay)

@@ -51,14 +51,6 @@ class SavedRun(NamedTuple):
         """
         return folded_network(self.trained(classes)[0], self.recipe.size)
 
-    def check(self, classes: Sequence[str]) -> None:
-        """Check everything that :meth:`load` checks, without folding the network.
-
-        Raises:
-            ValueError: for the same reasons as :meth:`load`.
-        """
-        self.trained(classes)
-
     def trained(self, classes: Sequence[str] | None = None) -> tuple[nn.Module, tuple[str, ...]]:
         """Return the network with its batch normalization and population statistics, and the names of its classes.
 

@@ -63,12 +63,12 @@ def _field(name: str, kind: Any) -> tuple[str, Any, Any]:
         return name, kind, False
     if name == "factory":
         shown = arg(name="network", metavar="FILE.py:FUNCTION", help_behavior_hint="(default: the paper's)")
-        return name, Annotated[Optional[kind], shown], None  # noqa: UP045
-    if name == "start":
+    elif name == "start":
         shown = arg(name="from", metavar="RUN|FILE", help_behavior_hint="(default: new weights)")
-        return name, Annotated[Optional[kind], shown], None  # noqa: UP045
-    hint = "(default: the recipe's)" if name in ("name", "seed") else _defaults(name)
-    return name, Annotated[Optional[kind], arg(metavar=_metavar(kind), help_behavior_hint=hint)], None  # noqa: UP045
+    else:
+        hint = "(default: the recipe's)" if name in ("name", "seed") else _defaults(name)
+        shown = arg(metavar=_metavar(kind), help_behavior_hint=hint)
+    return name, Annotated[Optional[kind], shown], None  # noqa: UP045
 
 
 def make_overrides(*hidden: str) -> type[Recipe]:

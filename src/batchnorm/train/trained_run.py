@@ -135,7 +135,6 @@ class TrainedRun:
         return read(self.folder / "metrics.jsonl")
 
     def __repr__(self) -> str:
-        """Return the folder, the image size and the number of classes."""
         return f"TrainedRun({str(self.folder)!r}, {self.recipe.size} px, {len(self.classes)} classes)"
 
     @torch.no_grad()

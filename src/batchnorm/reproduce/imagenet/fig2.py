@@ -132,14 +132,15 @@ class Studies:
         return self.paper_rates
 
     @property
-    def all(self) -> list[Study]:
-        """The main study and, if they exist, the other studies."""
-        return [study for study in (self.main, self.paper_rates, self.dropout) if study is not None]
+    def all(self) -> dict[str, Study]:
+        """The main study and, if they exist, the other studies, by a prefix that makes the names of runs unique."""
+        studies = {"": self.main, "paper-rates/": self.paper_rates, "dropout/": self.dropout}
+        return {prefix: study for prefix, study in studies.items() if study is not None}
 
     @property
     def missing(self) -> dict[str, str]:
         """The names of the unfinished runs, each with the reason why the run is not finished."""
-        return {name: why for study in self.all for name, why in study.plan.missing(study.finished).items()}
+        return {name: why for study in self.all.values() for name, why in study.plan.missing(study.finished).items()}
 
 
 def fig2(options: Fig2) -> Path:
@@ -294,8 +295,9 @@ def sections(studies: Studies) -> list[Section]:
         parts.append(dropout(dropped.finished))
     if old is not None:
         parts += [part._replace(heading=f"{part.heading}, {PAPERS_RATES}") for part in _tables(old.finished)]
-    parts.append(ran({name: one for study in studies.all for name, one in _named(study, studies).items()}))
-    untrusted = [[name] for study in studies.all for name in study.untrusted]
+    finished = {f"{prefix}{name}": one for prefix, study in studies.all.items() for name, one in study.finished.items()}
+    parts.append(ran(finished))
+    untrusted = [[name] for study in studies.all.values() for name in study.untrusted]
     text = (
         "These runs diverged within their first steps, and at least one of them has batch normalization, so faulty"
         " arithmetic on the device is the likely cause. The verdicts ignore these runs. Delete their result files and"
@@ -304,12 +306,6 @@ def sections(studies: Studies) -> list[Section]:
     parts.append(Section("Runs that do not count", text, [["run"], *untrusted]))
     parts.append(Section("Not run yet", "", [["run", ""], *(list(item) for item in studies.missing.items())]))
     return [part for part in parts if len(part.rows) > 1]
-
-
-def _named(study: Study, studies: Studies) -> dict[str, Finished]:
-    """Return a study's runs, keyed by names that are unique among all studies."""
-    folder = "" if study is studies.main else "paper-rates/" if study is studies.paper_rates else "dropout/"
-    return {f"{folder}{name}": one for name, one in study.finished.items()}
 
 
 def _tables(finished: Mapping[str, Finished]) -> list[Section]:

@@ -375,15 +375,8 @@ def ran(finished: Mapping[str, Finished]) -> Section:
         env = one.environment
         machine = env["gpu"] or f"{env['hardware']}, {env['cores']} cores"
         pace = "-" if one.steps_per_second is None else f"{one.steps_per_second:g}"
-        cells = [
-            f"{one.result['steps']:,}",
-            f"{one.seconds:.0f}",
-            pace,
-            machine,
-            env["torch"],
-            (env["commit"] or "-")[:12],
-        ]
-        rows.append([name, *cells])
+        steps, commit = f"{one.result['steps']:,}", (env["commit"] or "-")[:12]
+        rows.append([name, steps, f"{one.seconds:.0f}", pace, machine, env["torch"], commit])
     text = "Steps/s count training alone; seconds also include startup, validation and the final evaluation."
     return Section("The runs", text, rows)
 

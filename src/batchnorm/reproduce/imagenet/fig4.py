@@ -113,7 +113,7 @@ def _taken(options: Fig4, plan: Plan) -> Sequence[Training | TakenMember]:
     check_complete(source, options.images, "val")
     jobs = []
     for known, saved in open_runs(options.runs, trust=options.trust).items():
-        saved.check(source.classes)
+        saved.trained(source.classes)  # raises ValueError if the run cannot be loaded or does not fit the data
         # `known` is the name of the run's folder, or the folder's path if any two of the folders have the same name.
         name = known.strip("/").replace("/", "-")
         files = MemberFiles(name, options.result_files)

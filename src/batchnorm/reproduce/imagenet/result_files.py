@@ -180,16 +180,12 @@ def read_result(path: Path, keys: Sequence[str]) -> dict[str, Any]:
     """Return the contents of a result file, or raise ValueError if it lacks one of these keys."""
     try:
         content = dict(json.loads(path.read_text()))
+        if missing := [key for key in keys if key not in content]:
+            raise ValueError(f"it has no {', '.join(map(repr, missing))}")
     except (ValueError, TypeError) as error:
         raise ValueError(
             f"{path} is not the result file of a run ({error}): choose another --results, or move the file away"
         ) from error
-    missing = [key for key in keys if key not in content]
-    if missing:
-        raise ValueError(
-            f"{path} is not the result file of a run (it has no {', '.join(map(repr, missing))}): choose another"
-            " --results, or move the file away"
-        )
     return content
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -137,17 +137,12 @@ class Session:
 
     def _side_by_side(self, waiting: Sequence[Job], recipes: Sequence[Recipe], evaluate_batch: int) -> bool:
         together = min(self.jobs, len(waiting))
-        if together > 1:
-            self._decode({recipe.size for recipe in recipes})
+        if together > 1 and self.decoded is not None:
+            for size in {recipe.size for recipe in recipes}:
+                print(f"decoding the images of {self.images} for all runs", flush=True)
+                for split in ("train", "val"):
+                    cores = os.cpu_count() or 1
+                    open_decoded(self.images, split, size, folder=self.decoded, workers=cores, device="cpu")
         on_gpu = together > 1 and find_device(self.device).type == "cuda"
         with checked_gpu(together if on_gpu else 1, recipes, evaluate_batch, self.precision):
             return run_side_by_side(waiting, jobs=self.jobs, minutes=self.minutes)
-
-    def _decode(self, sizes: Iterable[int]) -> None:
-        if self.decoded is None:
-            return
-        for size in sizes:
-            print(f"decoding the images of {self.images} for all runs", flush=True)
-            for split in ("train", "val"):
-                cores = os.cpu_count() or 1
-                open_decoded(self.images, split, size, folder=self.decoded, workers=cores, device="cpu")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from ...errors import at_least
@@ -47,7 +47,9 @@ def comparison(options: Comparison) -> dict[str, Any]:
     """Run the sweep and the comparison, and write their result."""
     early = (options.sweep_steps // 10, options.sweep_steps)
     sweep = _trained(options, product((False, True), options.rates), early, hold_out=True)
-    best = {kind: max(options.rates, key=lambda rate: _mean(sweep[kind, rate])[-1]) for kind in (False, True)}
+    best = {
+        kind: max(options.rates, key=lambda rate: fmean(run[-1] for run in sweep[kind, rate])) for kind in (False, True)
+    }
     pairs = {(kind, rate) for kind in (False, True) for rate in (best[kind], options.equal_rate)}
     full = _trained(options, sorted(pairs), options.marks, hold_out=False)
     fair = [_row(kind, best[kind], full[kind, best[kind]], options.marks) for kind in (False, True)]
@@ -86,10 +88,6 @@ def _trained(options: Comparison, pairs: Iterable[tuple[bool, float]], marks: Se
 
 def _accuracies(hold_out: bool, job: tuple[Setting, Sequence[int]]) -> list[float]:
     return accuracies(*job, data=held_out() if hold_out else None)
-
-
-def _mean(runs: Sequence[Sequence[float]]) -> list[float]:
-    return [statistics.fmean(column) for column in zip(*runs, strict=True)]
 
 
 def _row(kind: bool, rate: float, runs: Sequence[Sequence[float]], marks: Sequence[int]) -> dict[str, Any]:

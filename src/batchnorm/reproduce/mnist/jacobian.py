@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -114,8 +114,7 @@ def population_layers(net: nn.Sequential, batches: Sequence[Tensor]) -> list[Hid
     """
     layers: list[HiddenLayer] = []
     u = torch.cat(list(batches)).double()
-    modules = list(net)
-    for k, linear in enumerate(modules[:-1]):
+    for linear, bn in pairwise(net):
         if not isinstance(linear, nn.Linear):
             continue
         weight = linear.weight.double()
@@ -123,7 +122,6 @@ def population_layers(net: nn.Sequential, batches: Sequence[Tensor]) -> list[Hid
         bias = weight.new_zeros(len(weight)) if given is None else given.double()
         x = u @ weight.t() + bias
         var, mu = torch.var_mean(x, 0, correction=1)
-        bn = modules[k + 1]
         if isinstance(bn, BatchNorm1d):
             sd = (var + bn.eps).sqrt()
             layer = HiddenLayer(weight, bias, mu, sd, bn.weight.double(), bn.bias.double())
@@ -159,9 +157,9 @@ def like_random(matrices: Tensor) -> Tensor:
 
 def _pairs(layers: Sequence[HiddenLayer], images: Tensor) -> list[tuple[Tensor, HiddenLayer, HiddenLayer]]:
     pairs, u = [], images.double()
-    for k, layer in enumerate(layers[:-1]):
+    for layer, above in pairwise(layers):
         x_hat = (u @ layer.weight.t() + layer.bias - layer.mu) / layer.sd
-        pairs.append((x_hat, layer, layers[k + 1]))
+        pairs.append((x_hat, layer, above))
         u = torch.sigmoid(layer.gamma * x_hat + layer.beta)
     return pairs
 
