@@ -63,7 +63,9 @@ def test_a_share_of_shards_is_held_out(tmp_path):
 
 def test_what_cannot_be_held_out(tmp_path):
     data = image_folder(tmp_path / "data", [(8, 8)] * 4)
-    with pytest.raises(ValueError, match=r"has only one image of class bee, but validate=0\.5 needs at least two"):
+    with pytest.raises(
+        ValueError, match=r"has only one image of class bee, but holding out a share of 0\.5 needs at least two"
+    ):
         open_source(data, "train[:0.5]")
     with pytest.raises(FileNotFoundError, match=r"has no validation set \(.* with --validate 0\.1"):
         training_splits(data, 0)

@@ -1,4 +1,4 @@
-"""Data: a copy of MNIST, images from folders and tar shards, and batch sampling that suits batch normalization."""
+"""Data: a copy of MNIST, batches of images from folders and tar shards, augmentation, and balanced batch sampling."""
 
 from .augment import Augment, Normalize
 from .digits import MNIST, Digits, mnist

@@ -81,14 +81,14 @@ class Augment(Normalize):
         brightness  x <- b x                            saturation  x <- s x + (1 - s) gray(x)
         contrast    x <- c x + (1 - c) E[gray(x)]       lighting    x <- x + P a
 
-    where b, c and s are random factors, E is the mean over the image's pixels, P holds the principal components of
-    ImageNet's colors, and a is normal noise. The result is clamped to [0, 1] once, at the end. Let m be the image's
-    mean color. Each step is affine in x and m, and so is any sequence of steps. Before clamping, the distorted and
-    normalized color is
+    where b, c and s are random factors, E is the mean over the image's pixels, the columns of P are the principal
+    components of ImageNet's colors, each multiplied by its eigenvalue, and a is normal noise. The result is clamped to
+    [0, 1] once, at the end. Let m be the image's mean color. Each step is affine in x and m, and so is any sequence of
+    steps. Before clamping, the distorted and normalized color is
 
         y = A x + T m + t
 
-    where A, T and t depend only on the random numbers. :meth:`draw` computes A, T and t in advance, so :meth:`forward`
+    where A, T and t do not depend on the image. :meth:`draw` computes A, T and t in advance, so :meth:`forward`
     never synchronizes and can be captured in a CUDA graph.
 
     Args:
@@ -127,9 +127,10 @@ class Augment(Normalize):
     def draw(self, n: int, generator: torch.Generator) -> Tensor:
         """Draw the random numbers for ``n`` images, and return a tensor with one row per image.
 
-        An image is mirrored if the first number of its row is below 0.5. If colors are distorted, the row also holds A,
-        T and t / 3, where A, T and t are those of the class docstring; :meth:`forward` adds t / 3 three times. In a
-        distributed run, draw for the whole batch on every rank, and pass each rank's rows to its :meth:`forward`.
+        With ``flip``, an image is mirrored if the first number of its row is below 0.5. If colors are distorted, the
+        row also holds A / 255, T / 255 and t / 3, with A, T and t from the class docstring: pixels have values up to
+        255, and :meth:`forward` adds t / 3 three times. In a distributed run, draw for the whole batch on every rank,
+        and pass each rank's rows to its :meth:`forward`.
         """
         uniform = torch.rand(n, 8, generator=generator, device=generator.device)
         normal = torch.randn(n, 3, generator=generator, device=generator.device)
@@ -214,7 +215,7 @@ class Distortions:
         Returns:
             A float32 tensor of shape (n, 3, 3 + 3 + 1). The factors apply to x and m with values from 0 to 255.
         """
-        # Compute in float64, because autocast does not round float64. This is cheap, because the tensors are small.
+        # Compute in float64: autocast does not round it, and the tensors are small.
         factors = 1 + self.strength.factor * (2 * uniform[:, :3].double() - 1)
         later = torch.where(uniform[:, 3:6] > uniform[:, 6:], factors, 1.0).cumprod(1)
         noise = self.strength.lighting * normal.double()

@@ -24,16 +24,16 @@ Choose = Callable[[int, int], Box]
 
 
 class CorruptImageError(ValueError):
-    """Raised for bytes that are not a readable image."""
+    """Raised for an image that cannot be decoded."""
 
 
 def decode_crop(data: bytes, choose: Choose, out: Tensor) -> tuple[int, int]:
     """Decode an image, crop and resize it into ``out``, and return the original width and height.
 
-    The image is converted to RGB, cropped and resized with torch's antialiased bilinear filter. If the crop of a JPEG
-    is at least twice as wide and high as ``out``, the JPEG is decoded at a half, a quarter or an eighth of its size.
-    The crop's edges are rounded to whole pixels of the decoded image. For a downscaled JPEG, this moves an edge by at
-    most half an output pixel. Gray, palette, CMYK and 16-bit images become RGB; transparency is dropped.
+    The image is converted to 8-bit RGB without transparency, cropped, and resized with torch's antialiased bilinear
+    filter. If the crop of a JPEG is at least twice as wide and high as ``out``, the JPEG is decoded at a half, a
+    quarter or an eighth of its size. The crop's edges are rounded to whole pixels of the decoded image. For a
+    downscaled JPEG, this moves an edge by at most half an output pixel.
 
     Args:
         data: the encoded image.

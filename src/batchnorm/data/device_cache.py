@@ -33,7 +33,7 @@ class DeviceCache:
 
     Crop boxes are chosen in the original image's pixels, so the same seed gives the same boxes as without the cache.
     The crops are then cut out of the stretched image. So two things differ from training without the cache: pixels are
-    resampled twice, and crops of large images lose detail, because the cached images are smaller than the originals.
+    resampled twice, and crops of images that are larger than the squares lose detail.
     """
 
     images: Tensor  # (n, side, side, 3)
@@ -86,11 +86,11 @@ class DeviceCache:
 def open_decoded(
     data: Path, split: str, size: int, *, folder: Path, workers: int, device: torch.device | str
 ) -> DeviceCache:
-    """Return the decoded images of a split, from a cache file in ``folder`` if there is one for the same data.
+    """Return the decoded images of a split, from a cache file in ``folder`` if one fits the data and ``size``.
 
-    Otherwise, decode the images and write the cache file. The data counts as the same if its classes, its labels, and
-    the names, sizes and modification times of its image files or shards are unchanged. Cache files of other data are
-    left alone. If the cache file cannot be read, it is written again. If it cannot be written, a warning is issued.
+    Otherwise, decode the images and write the cache file. A cache file fits the data if the classes, the labels, and
+    the names, sizes and modification times of the image files or shards are unchanged. Other cache files are kept. If
+    the cache file cannot be read, it is written again. If it cannot be written, a warning is issued.
     """
     error = require("safetensors", "train").SafetensorError
     data, where = data.expanduser(), torch.device(device)
@@ -123,8 +123,8 @@ def crop_resize(images: Tensor, boxes: Tensor, size: int) -> Tensor:
     """Cut a box out of each image and resize it with an antialiased bilinear (triangle) filter.
 
     The filter is separable: the result is R X C^T, where the matrix X is a channel of an image, and the matrices R and
-    C resize its height and width. So a batch takes two batched matrix products, and the host never waits for the
-    device.
+    C crop and resize its rows and columns. So a batch takes two batched matrix products. The boxes stay on the device,
+    so the host never waits for it.
 
     Args:
         images: uint8 of shape (n, height, width, 3).

@@ -105,7 +105,7 @@ class PartSource:
         decides which images are held out, so the choice is the same for every seed and on every machine.
         """
         whole = open_source(root, split)
-        # The folder's path ends with a separator, but is empty if the folder is ".".
+        # `folder` is root with a trailing slash, or empty if root is ".".
         folder = str(root / "_").replace(os.sep, "/").removesuffix("_")
         paths = (whole.name(k).replace(os.sep, "/") for k in range(len(whole.labels)))
         names = [f"/{path.removeprefix(folder)}" for path in paths]
@@ -115,8 +115,8 @@ class PartSource:
             mine = ranked[whole.labels[ranked] == label]
             if len(mine) == 1:
                 raise ValueError(
-                    f"{root} has only one image of class {name}, but validate={share} needs at least two of each class:"
-                    " add images, or remove the class"
+                    f"{root} has only one image of class {name}, but holding out a share of {share} needs at least two"
+                    " of each class: add images, or remove the class"
                 )
             chosen[mine[: min(max(1, round(share * len(mine))), len(mine) - 1)]] = True
         return cls(whole, np.flatnonzero(chosen == held_out))
@@ -133,7 +133,7 @@ class PartSource:
 
     @property
     def shard_sizes(self) -> tuple[int, ...]:
-        """How many of these examples are in each shard of the whole source; shards without any are left out."""
+        """How many of this source's examples are in each shard of the whole source; zeros are left out."""
         ends = np.searchsorted(self.examples, np.cumsum(self.whole.shard_sizes))
         return tuple(n for n in np.diff(ends, prepend=0).tolist() if n)
 

@@ -27,7 +27,7 @@ MAX_ANNOTATION = 2**20  # the maximum number of bytes to read from one image's a
 
 @dataclass(frozen=True)
 class OfficialTar:
-    """Read one of ImageNet's tar files in place, without unpacking it."""
+    """Read one of ImageNet's tar files without unpacking it."""
 
     path: Path
     classes: tuple[str, ...]
@@ -53,7 +53,8 @@ def open_official(folder: Path) -> dict[str, OfficialTar]:
     """Open the splits of ImageNet from a folder with its official tar files; the validation images are optional.
 
     Raises:
-        FileNotFoundError: if the training images are missing, or if there are validation images without their classes.
+        FileNotFoundError: if the training images are missing, or if the folder has the validation images but no file
+            with their classes.
         ValueError: if a file has unexpected content.
     """
     path = folder / TRAIN_TAR

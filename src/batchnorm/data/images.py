@@ -35,7 +35,7 @@ class TooManyCorruptError(ValueError):
 
 
 class ImageBatches:
-    """Batches of images that can be read starting at any step of any epoch; made by :func:`open_images`.
+    """Batches of images from :func:`open_images`; reading can start at any step of any epoch.
 
     >>> import tempfile
     >>> from PIL import Image
@@ -90,9 +90,9 @@ class ImageBatches:
     def epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield this rank's batches of an epoch from step ``start`` on.
 
-        Images are uint8 of shape (n, 3, size, size), channels last in memory; labels are int64 of shape (n,). The
-        batch of step k depends only on the seed, the epoch and k, so resuming from (epoch, step) is exact. Corrupt
-        files are left out of their batches. In evaluation, the last batch may be empty on some ranks.
+        Images are uint8 of shape (n, 3, size, size), channels last in memory; labels are int64 of shape (n,). A batch
+        does not depend on earlier batches, so resuming from (epoch, step) is exact. Corrupt files are left out of their
+        batches. In evaluation, a rank's batch may be empty.
 
         Raises:
             ValueError: if ``start`` is out of range.
@@ -105,8 +105,8 @@ class ImageBatches:
     def numbered_epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield the same batches as :meth:`epoch`, each with its images' positions in the step.
 
-        Positions count the examples of all ranks, including corrupt ones. Random numbers that are chosen by position do
-        not depend on the number of ranks, nor on which of the other images are corrupt.
+        Positions count the examples of all ranks, including corrupt ones. So if an image's random numbers are chosen by
+        its position, they do not depend on the number of ranks or on other images being corrupt.
 
         Raises:
             ValueError: for the same reasons as :meth:`epoch`.
@@ -177,8 +177,8 @@ def open_images(
     """Open one split of an image folder or of tar shards as batches of crops.
 
     In training (``train=True``), every example is used once per epoch, in random order and with a random crop. In
-    evaluation, the examples are used in stored order, each as its center square. Workers only read, decode and crop the
-    images; :class:`batchnorm.data.Augment` then mirrors, distorts and normalizes them.
+    evaluation, the examples are used in stored order, each as its center square. The images are only decoded and
+    cropped; use :class:`batchnorm.data.Augment` to mirror, distort and normalize them.
 
     Args:
         path: a folder with ``train/CLASS/*.jpg`` and ``val/CLASS/*.jpg``, or with WebDataset's ``train-*.tar`` and
@@ -201,9 +201,12 @@ def open_images(
         crop_area: the range of a random crop's share of the image's area.
 
     Raises:
-        FileNotFoundError: if ``path`` does not have exactly one of the two layouts.
-        ValueError: if the data is damaged, or if a rank would get fewer than two examples of a training step.
-        TooManyCorruptError: if too many files are unreadable.
+        FileNotFoundError: if ``path`` has the split in neither of the two layouts or in both, or if the split's class
+            folders have no images.
+        ValueError: if an argument is invalid, if the data is damaged or does not fit on the device, or if a rank would
+            get fewer than two examples of a training step.
+        TooManyCorruptError: with ``cache="device"``, if more than ``max_corrupt`` files are unreadable; with
+            ``cache="none"``, they are counted while batches are read.
 
     >>> import tempfile
     >>> from PIL import Image

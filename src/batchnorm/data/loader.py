@@ -53,8 +53,8 @@ class Decoded(NamedTuple):
     corrupt: list[CorruptFile]
 
 
-# A Crop returns one function per example of a request. The function takes the image's width and height and returns the
-# box of the crop.
+# A Crop returns one function per example of a request. Each function takes its image's width and height and returns
+# the box of the crop.
 Crop = Callable[[Request], Sequence[Choose]]
 
 
@@ -170,7 +170,7 @@ class Prefetcher:
 def _signals_blocked() -> Iterator[None]:
     """Block Ctrl-C and SIGTERM while workers start.
 
-    The workers inherit the block, so no signal reaches a worker before it has set up its own signal handling.
+    The workers inherit the block, so neither signal reaches a worker before it has set up its own signal handling.
     """
     if not hasattr(signal, "pthread_sigmask"):
         yield
@@ -183,7 +183,7 @@ def _signals_blocked() -> Iterator[None]:
 
 
 def _obey_only_the_parent(worker: int) -> None:
-    """Ignore Ctrl-C in this worker and, except on macOS, each SIGTERM that its parent did not send.
+    """Ignore Ctrl-C in this worker and, on Linux, each SIGTERM that its parent did not send.
 
     Both signals are often sent to the whole process group. A parent may save its work before it exits, and needs its
     workers until then.

@@ -122,7 +122,7 @@ class Order:
 
 
 class BalancedBatches(Sampler[list[int]]):
-    """Sample mini-batches whose sizes differ by at most one, so that the last batch never has a single example.
+    """Sample mini-batches whose sizes differ by at most one, so that no batch has a single example.
 
     Use it as a loader's ``batch_sampler``. Every example is used once per epoch, in ceil(n / batch_size) batches.
 

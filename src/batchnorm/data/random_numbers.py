@@ -40,7 +40,7 @@ def uniforms(key: int, index: NDArray[np.int64], draws: int) -> NDArray[np.float
 
 
 def permutation(key: int, n: int) -> NDArray[np.int64]:
-    """Return a random permutation of 0 to n - 1; unlike numpy.random's, it is the same in every version of numpy."""
+    """Return a random permutation of 0 to n - 1; unlike those of numpy's Generator, it is the same in all versions."""
     return np.argsort(hashes(key, np.arange(n), 1)[:, 0], kind="stable")
 
 

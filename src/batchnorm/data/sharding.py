@@ -1,4 +1,4 @@
-"""``batchnorm shard``: pack an image folder into tar shards, and optionally shrink the images."""
+"""``batchnorm shard``: pack an image folder, or ImageNet's tar files, into tar shards, and optionally shrink images."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def shard(
     and options give the same shards, byte for byte, with the same version of Pillow.
 
     Args:
-        folder: a folder with train/CLASS/*.jpg and optionally val/CLASS/*.jpg; or with ILSVRC2012_img_train.tar and
+        folder: a folder with train/CLASS/*.jpg, val/CLASS/*.jpg or both; or with ILSVRC2012_img_train.tar and
             optionally ILSVRC2012_img_val.tar. With ILSVRC2012_img_val.tar, the folder must also have
             ILSVRC2012_bbox_val_v3.tgz or LOC_val_solution.csv, which gives the classes of the validation images.
         out: the folder to create.
@@ -62,7 +62,7 @@ def shard(
             and stored as JPEGs of quality 95; 256 is enough for crops of 224 px.
 
     Raises:
-        FileNotFoundError: if ``folder`` has no images, or has ILSVRC2012_img_val.tar without the classes.
+        FileNotFoundError: if ``folder`` has no images, or has ILSVRC2012_img_val.tar but no file with the classes.
         ValueError: if ``out`` exists, if ``per_shard`` or ``short_side`` is not positive, if the name of a class
             contains a line break, or if a tar file is damaged.
     """

@@ -36,7 +36,9 @@ def members(file: IO[bytes], name: str, start: int = 0, length: int | None = Non
                     raise ValueError(f"member {member.name!r:.80} is a sparse file")
                 # A tar header can hold a negative size, which would make tarfile seek backwards forever.
                 if not 0 <= member.size <= stop - member.offset_data:
-                    raise ValueError(f"the size of member {member.name!r:.80} is negative or exceeds the file")
+                    raise ValueError(
+                        f"member {member.name!r:.80} has a negative size or extends past the end of the archive"
+                    )
                 if member.isreg():
                     yield member
             end = tar.offset

@@ -119,7 +119,7 @@ class ShardIndex:
 
     @classmethod
     def load_or_scan(cls, path: Path, shards: list[Path]) -> ShardIndex:
-        """Read the index from ``path``, or scan the shards if the index is missing, damaged or out of date.
+        """Read the index from ``path``; if it is missing, damaged or out of date, scan the shards and write a new one.
 
         Raises:
             ValueError: if :func:`scan` rejects a shard, or if the index lists a shard that is missing.

@@ -13,7 +13,7 @@ from ..collectives import add_across_ranks
 
 BINS = 15
 TOP5_CLASSES = 6
-"""With fewer classes, every example is top-5 correct, so the top-5 accuracy is not shown."""
+"""With fewer classes, every example is top-5 correct, so top-5 accuracy and error are not shown."""
 
 
 class Accuracy(NamedTuple):
@@ -73,7 +73,7 @@ def count_correct(
 
     Args:
         net: a network that returns class scores.
-        batches: pairs of uint8 images and labels.
+        batches: pairs of images and labels.
         prepare: a function that turns the images into the network's input.
         device: the device of the counts.
         bf16: run the network under autocast to bfloat16.

@@ -28,8 +28,8 @@ class Crops:
     The image is resized once for each of ``scales``, so that its short side equals the scale. Smaller images are
     enlarged, so every image has the same number of crops. Squares are then cut out of each resized image: one at the
     center, or three at the left, center and right (top, center and bottom of a tall image). A square's side is the
-    short side of the resized image. Each square gives a crop of ``size`` at its center. ``corners`` adds the crops in
-    its four corners, and ``whole`` adds the square itself, resized. ``mirror`` adds the mirror image of each crop.
+    short side of the resized image. Each square gives a crop of ``size`` at its center, and the crops that the last
+    three arguments add.
 
     By default, ``scales`` is empty and there is one crop: the center square that validation during training uses
     (:func:`batchnorm.data.crop_boxes.center_box`).
@@ -39,7 +39,7 @@ class Crops:
         scales: short sides of the resized images, each at least ``size``.
         squares: the number of squares from each resized image, 1 or 3.
         corners: add the crops in each square's four corners.
-        whole: add the square itself, resized.
+        whole: add each square itself, resized to ``size``.
         mirror: add the mirror image of each crop.
 
     Raises:

@@ -149,10 +149,10 @@ class Ensemble:
         return EnsembleReport(crops, tuple(self.members), self.disagreement(), enlarged, corrupt)
 
     def disagreement(self) -> float | None:
-        """Return the share of images for which two networks predict different classes; None for a single network.
+        """Return the share of images for which two networks predict different classes; every rank must call it.
 
-        The share is averaged over all pairs of networks. If v_c of K networks predict class c for an image, the result
-        is the mean over images of 1 - sum_c v_c (v_c - 1) / (K (K - 1)).
+        The share is averaged over all pairs of networks; it is None for fewer than two networks. If v_c of K networks
+        predict class c for an image, the result is the mean over images of 1 - sum_c v_c (v_c - 1) / (K (K - 1)).
         """
         k = len(self.members)
         if k < 2 or self._votes is None:

@@ -152,16 +152,16 @@ def open_squares(
         path: a folder with SPLIT/CLASS/*.jpg or with SPLIT-*.tar.
         split: the name of the split.
         crops: the crops of each image.
-        batch_size: crops per forward pass, approximately; each step gives a rank about
-            ``batch_size / crops.per_square`` images.
+        batch_size: sets the number of images that each step gives a rank: about ``batch_size / crops.per_square``.
         workers: the number of processes that decode ahead; 0 decodes in this process.
         rank: the rank of this process.
         world_size: the number of processes.
         device: the network's device.
 
     Raises:
-        FileNotFoundError: if the folder does not exist, or has neither images nor shards of the split.
-        ValueError: if an argument is out of range, the data is damaged, or the split or one of its classes is empty.
+        FileNotFoundError: if ``path`` has the split in neither of the two layouts or in both, or if the split's class
+            folders have no images.
+        ValueError: if an argument is out of range, the data is damaged, or a class has no images.
 
     >>> import tempfile
     >>> from PIL import Image
