@@ -265,6 +265,15 @@ def test_start_outside_of_the_epoch(sets):
         next(batches.epoch(0, 4))
 
 
+def test_where_the_images_are(sets):
+    options = {"size": 4, "batch_size": 8, "train": True}
+    images, labels = next(open_images(sets["folder"], device="meta", **options).epoch(0))
+    assert images.is_meta
+    assert labels.is_meta
+    with pytest.raises(ValueError, match="cache='gpu' is unknown: choose 'none' or 'device'"):
+        open_images(sets["folder"], cache="gpu", **options)
+
+
 def test_paths_that_are_neither_layout(tmp_path, sets):
     options = {"size": 4, "batch_size": 8, "train": True}
     with pytest.raises(FileNotFoundError, match=r"is not a folder: give one with train/CLASS/\*.jpg"):

@@ -221,6 +221,8 @@ def open_images(
 
     Paper: Sec. 4.2.1, "Shuffle training examples more thoroughly"
     """
+    if cache not in ("none", "device"):
+        raise ValueError(f"cache={cache!r} is unknown: choose 'none' or 'device'")
     where = torch.device(device)
     source = open_source(path, split)
     order = Order(source.shard_sizes, batch_size, train, shuffle, seed, rank, world_size)

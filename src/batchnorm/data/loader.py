@@ -129,8 +129,14 @@ class Prefetcher:
         """Yield the decoded batches, with their images and labels on the device."""
         self._turn += 1
         answers = self._answers(requests)
-        ahead = _copy_ahead(answers, self.device) if self.device.type == "cuda" else answers
-        return self._guarded(ahead, self._turn)
+        if self.device.type == "cuda":
+            answers = _copy_ahead(answers, self.device)
+        elif self.device.type != "cpu":
+            answers = (
+                answer._replace(images=answer.images.to(self.device), labels=answer.labels.to(self.device))
+                for answer in answers
+            )
+        return self._guarded(answers, self._turn)
 
     def _answers(self, requests: Iterable[Request]) -> Iterator[Decoded]:
         if self._loader is None:
