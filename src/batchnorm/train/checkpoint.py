@@ -41,10 +41,11 @@ class Checkpoint(NamedTuple):
 
 
 def save(folder: Path, step: int, model: dict[str, Tensor], state: dict[str, Any]) -> Path:
-    """Write a checkpoint atomically, remove all others except the last one of an earlier step, and return its folder.
+    """Write a checkpoint atomically, and return its folder.
 
-    A crash while writing leaves no incomplete checkpoint. Checkpoints of later steps, which :func:`load_latest` would
-    prefer, are also removed: they are damaged, or from an earlier run in the same folder.
+    A crash while writing leaves no incomplete checkpoint. The newest checkpoint of an earlier step is kept; all others
+    are removed. This includes checkpoints of later steps, because :func:`load_latest` would prefer them: they are
+    unusable, or come from an earlier run in the same folder.
 
     Args:
         folder: the folder of the run's checkpoints; created if missing.
@@ -80,7 +81,7 @@ def save(folder: Path, step: int, model: dict[str, Tensor], state: dict[str, Any
         for name, content in contents.items():
             write_atomically(temporary / name, content)
         sync(temporary)
-        if final.exists():  # it is a damaged checkpoint that was skipped, or an earlier copy of the final network
+        if final.exists():  # for example, a damaged checkpoint that was skipped, or an earlier final network
             os.rename(final, replaced)
         os.rename(temporary, final)
     except BaseException:

@@ -27,7 +27,7 @@ def diagnose(
 ) -> None:
     """Print what is wrong with the batch normalization of a finished run, where, and how to fix it.
 
-    The run's network, before folding, is called on batches of its training data, augmented as in training. For other
+    The run's network, before folding, is called on batches of the training data, augmented as in training. For other
     networks, use bn.diagnose in Python.
 
     Args:
@@ -40,7 +40,8 @@ def diagnose(
 
     Raises:
         FileNotFoundError: if the run or the data is not found.
-        ValueError: if an option is invalid, the run cannot be loaded, or the network has no batch normalization.
+        ValueError: if an option is invalid, the run cannot be loaded or does not fit the data, or the network has no
+            batch normalization.
     """
     at_least(1, batches=batches)
     at_least(0, workers=workers)

@@ -61,9 +61,9 @@ class Ranks:
     def average_statistics_(self, net: nn.Module) -> None:
         """Replace each running average by its mean over the ranks.
 
-        DistributedDataParallel's default, in contrast, is to copy rank 0's averages to all ranks. The averages of all
-        layers are combined in a single all-reduce. The method skips ``nn.SyncBatchNorm`` layers, layers with
-        ``statistics=Sync()``, and layers with frozen statistics.
+        By default, DistributedDataParallel would instead copy rank 0's averages to all ranks. One all-reduce serves all
+        layers. The method skips ``nn.SyncBatchNorm`` layers, layers with ``statistics=Sync()``, and layers with frozen
+        statistics.
         """
         if self.world_size == 1:
             return

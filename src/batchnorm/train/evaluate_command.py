@@ -32,10 +32,11 @@ def evaluate(
     The networks are loaded and folded one at a time. Under torchrun, the images are divided among the ranks.
 
     Args:
-        runs: folders written by batchnorm train; the class probabilities of several runs are also averaged.
+        runs: folders written by batchnorm train; with several, the mean of their class probabilities is scored too.
         data: folder with val/CLASS/*.jpg or with val-*.tar; for runs trained with --validate, the folder of the
             training data is enough.
-        crops: crops per image: 1 (center), 10, or 144 (4 scales x 3 squares x 6 crops, and their mirror images).
+        crops: crops per image: 1 (center), 10 (center and corners, and their mirror images), or 144 (4 scales x 3
+            squares x 6 crops, and their mirror images).
         split: the split to evaluate on; if val is missing, the images that --validate held out are used.
         device: cpu, cuda, or auto (a GPU if there is one).
         batch_size: crops per forward pass, approximately.

@@ -44,14 +44,14 @@ def fold(
 
     Args:
         network: the folder of a finished run; or a function that builds the network, written MODULE:FUNCTION or
-            FILE.py:FUNCTION. The module may be in the current folder. The function is called without arguments and
-            returns the network, or the network and an example batch.
+            FILE.py:FUNCTION; torchvision:NAME and timm:NAME also work. The module may be in the current folder. The
+            function is called without arguments and returns the network, or the network and an example batch.
         output: the file to write, NAME.onnx or NAME.pt2.
         weights: a file with a state dict to load, .safetensors or .pt (read with weights_only); not for a run, which
             has its own weights.
         input: the shape of an example batch, such as 1 3 224 224; not for a run, and not needed if the function
             returns a batch.
-        fixed_batch: write a network for the example's batch size only.
+        fixed_batch: write a network that takes only batches with as many examples as the example batch (2 for a run).
         trust: allow calling the function named in the run's recipe.json; a run that trained a network of your own
             needs this.
     """

@@ -108,8 +108,8 @@ class _Training:
         state = resume_(self.folder, self.net, self.optimizer, here, self.total_steps)
         self.step, self.evaluated = state.step, state.evaluated
         self.first, self.began = state.step, 0.0
-        # By default, use compilation, CUDA graphs and cast_once only with the paper's network, because they are tested
-        # only with it. A user's network may run code on the host, which a CUDA graph does not replay.
+        # By default, only the paper's network uses compilation, CUDA graphs and cast_once, because they are tested only
+        # with this network. A user's network may run code on the host, which a CUDA graph does not replay.
         fast = cuda and not recipe.factory
         self.train_step = TrainStep(
             self.net,
@@ -231,9 +231,9 @@ class _Training:
             self._record(monitor, 0)
         except NothingToRecordError as error:
             raise ValueError(
-                "--monitor-every found nothing to record: it watches the network's nonlinearity modules, such as"
-                " nn.ReLU, or its normalization layers if it has no such modules, but the network calls none of them,"
-                " perhaps because it calls functions such as F.relu; remove this option"
+                "--monitor-every found nothing to record: it watches nonlinearity modules, such as nn.ReLU (if the"
+                " network has none, its normalization layers), but the network calls no such module, perhaps because"
+                " it calls functions, such as F.relu; remove this option"
             ) from error
         return monitor
 

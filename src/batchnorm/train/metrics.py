@@ -183,10 +183,10 @@ class Result:
     best_top1: float | None = None
     best_step: int | None = None
     top1: float | None = None
-    """top-1 and top-5 validation accuracy of the folded network, with population or frozen statistics"""
+    """top-1 and top-5 validation accuracy of the final network (folded, unless no layer has running averages)"""
     top5: float | None = None
     train_top1: float | None = None
-    """top-1 accuracy of the folded network on the training images, if ``score_training`` is set"""
+    """top-1 accuracy of the final network on the training images, if ``score_training`` is set"""
     running_top1: float | None = None
     """top-1 validation accuracy with running averages, at the last step"""
     statistics: Statistics = "population"
@@ -194,7 +194,7 @@ class Result:
     steps_to: dict[str, int | None] = field(default_factory=dict)
     corrupt: int = 0
     corrupt_files: tuple[str, ...] = ()
-    """the first 20 unreadable files of both splits, with the reasons"""
+    """at most 20 of the unreadable files, with the reasons"""
     hardware: dict[str, Any] = field(default_factory=dict)
 
 

@@ -23,7 +23,7 @@ class Options:
     """
 
     data: Path
-    """folder with train/CLASS/*.jpg and val/CLASS/*.jpg, or with tar shards; with --validate, val is not needed"""
+    """folder with train/CLASS/*.jpg and val/CLASS/*.jpg, or with tar shards; if there is no val, add --validate"""
     out: Path | None = None
     """folder for the results, by default runs/NAME or, for compare, runs/compare-NAME; an unfinished run is resumed"""
     device: str = "auto"
@@ -49,7 +49,7 @@ class Options:
     evaluate_batch: int = 256
     """examples per validation batch, over all ranks"""
     estimate_batches: int = 200
-    """number of training batches from which the population statistics are estimated after training (Alg. 2, l. 10)"""
+    """after training, estimate the population statistics from this many batches, at most an epoch (Alg. 2, l. 10)"""
     score_training: bool = False
     """also score the final network on the training images, cropped to their center square"""
     targets: tuple[float, ...] = ()

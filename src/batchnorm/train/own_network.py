@@ -20,7 +20,7 @@ Change = Literal["as-is", "insert", "convert", "remove"]
 
 
 def own_network(factory: str, change: Change, *, classes: int, size: int, seed: int) -> nn.Module:
-    """Build the user's network, with initial weights that depend on the seed.
+    """Build the user's network, and insert, convert or remove batch normalization.
 
     Args:
         factory: the name of the function that builds the network; see
@@ -61,7 +61,7 @@ def own_network(factory: str, change: Change, *, classes: int, size: int, seed: 
 
 
 def without_batch_norm(net: nn.Module) -> nn.Module:
-    """Return a copy of the network without its batch normalization layers; activations fused into these layers remain.
+    """Return a copy of the network without batch normalization; activations and dropout in these layers remain.
 
     Raises:
         ValueError: if ``torch.nn`` has no equivalent for one of this library's layers, or if a layer has a ``forward``

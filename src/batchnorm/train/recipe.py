@@ -1,4 +1,4 @@
-"""The paper's training runs as recipes: five that succeed, two that fail, and six for the ensemble."""
+"""The paper's training runs as recipes: five that succeeded, two that failed, and six for the ensemble."""
 
 from __future__ import annotations
 
@@ -34,19 +34,17 @@ class Recipe:
     """
 
     name: str = "inception"
-    """name of the run"""
+    """name of the run; with --network, the default is made from that option and --normalize"""
 
     factory: str = ""  # set by the option --network; the name `network` is already used by a method
-    """train another network: torchvision:NAME, timm:NAME, or a function that returns your network, given as
-    FILE.py:FUNCTION or MODULE:FUNCTION; if the function has a parameter named classes, it gets the number of
-    classes"""
+    """train torchvision:NAME, timm:NAME, or the network that FILE.py:FUNCTION or MODULE:FUNCTION returns;
+    if your function has a parameter named classes, it gets the number of classes"""
     normalize: Change = "as-is"
-    """before training, insert batch normalization into your network, convert its batch normalization to this library's
-    layers, or remove it"""
+    """insert batch normalization into your network, convert its batch normalization to this library's, or remove it"""
 
     start: str = ""  # set by the option --from; `from` is a keyword in Python
-    """start with the weights of a finished run, or of a state dict in a .safetensors or .pt file; the last layer gets
-    new weights if its number of classes differs"""
+    """start with the weights of a finished run, or of a state dict in a .safetensors or .pt file;
+    if your data has another number of classes, the last layer gets new weights"""
     freeze_statistics: bool = False
     """during training, normalize by the statistics loaded with --from, and do not update them"""
 
@@ -95,8 +93,8 @@ class Recipe:
     size: int = 224
     """height and width of the crops"""
     validate: float = 0.0
-    """fraction of the training images to hold out for validation, if the data has no validation set; the choice depends
-    only on the file names, so every seed holds out the same images"""
+    """fraction of each class's training images to hold out for validation, if the data has no validation set;
+    the choice depends only on the file names, so every seed holds out the same images"""
     shuffle: Literal["fixed", "epoch"] = "fixed"
     """fixed: one random order for all epochs; epoch: a new order each epoch"""
     photometric: Literal["none", "reduced", "full"] = "full"  # the paper gives no strengths
@@ -275,7 +273,7 @@ BN_X5 = replace(
 )
 # "Like BN-x5, but with the initial learning rate 0.045 (30 times that of Inception)."
 BN_X30 = replace(BN_X5, name="bn-x30", rate=30 * INCEPTION.rate)
-# "Like BN-x5, but with sigmoid nonlinearity."
+# "Like BN-x5, but with sigmoid nonlinearity [...] instead of ReLU."
 BN_X5_SIGMOID = replace(BN_X5, name="bn-x5-sigmoid", activation="sigmoid")
 # "The same learning rate increase with original Inception caused the model parameters to reach machine infinity."
 INCEPTION_X5 = replace(INCEPTION, name="inception-x5", rate=5 * INCEPTION.rate)

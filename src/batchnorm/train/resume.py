@@ -19,7 +19,7 @@ from .recipe import Recipe
 
 
 def has_checkpoints(folder: Path) -> bool:
-    """Return whether the run in a folder would be resumed, instead of starting at step 0."""
+    """Return whether the run in a folder has checkpoints, intact or not."""
     return checkpoint.newest_step(folder / "checkpoints") is not None
 
 
@@ -28,8 +28,8 @@ def claim_folder(
 ) -> None:
     """Write the recipe and a description of the data to a run's folder, or check that they match those already there.
 
-    ``epochs`` may differ, so that a finished run can be trained for longer. ``planned_steps`` is the recipe's total
-    number of steps; a run that has already taken more steps is rejected.
+    ``epochs`` may differ, so that a finished run can be trained for longer. A run that has already taken more than
+    ``planned_steps`` is rejected.
 
     Raises:
         ValueError: if the run in the folder has another recipe or other data, or has already taken more steps than
@@ -50,7 +50,7 @@ def claim_folder(
             raise ValueError(
                 f"{out} belongs to another run: {'; '.join(other)}; choose another --out, or remove the folder"
             )
-    # A change of the data changes the number of steps, so check the data first.
+    # With other data, the number of steps usually differs, so check the data first.
     known = out / "data.json"
     if data is not None and known.exists():
         check_same_data({f"the run in {out}": read_json(known), "this command": data})
@@ -58,7 +58,7 @@ def claim_folder(
     if planned_steps is not None and taken > planned_steps:
         raise ValueError(
             f"the run in {out} has already trained for {taken:,} steps, but this command has only {planned_steps:,}:"
-            " increase --epochs (or --max-steps), or choose another --out"
+            " increase --epochs (and --max-steps, if set), or choose another --out"
         )
     if data is not None and not known.exists():
         write_atomically(known, json.dumps(data).encode())
@@ -80,7 +80,7 @@ class RunState(NamedTuple):
 def save_state(folder: Path, state: RunState, net: nn.Module, optimizer: torch.optim.Optimizer, here: Ranks) -> None:
     """Write a checkpoint that :func:`resume_` reads. Every rank must call this function; only rank 0 writes."""
     assert state.sums is not None
-    # Gather the sums of all ranks, because they differ between ranks; everything else is the same on every rank.
+    # Gather the sums, because each rank has its own; the network and the optimizer are the same on every rank.
     sums = state.sums.new_zeros(here.world_size, 3)
     sums[here.rank] = state.sums
     here.sum_(sums)

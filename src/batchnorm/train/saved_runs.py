@@ -40,7 +40,7 @@ class SavedRun(NamedTuple):
         return checkpoint.weights_digest(self.folder / "final")
 
     def load(self, classes: Sequence[str]) -> nn.Module:
-        """Return the folded network, with the population statistics estimated at the end of training.
+        """Return the run's final network, folded.
 
         Args:
             classes: names of the data's classes.
@@ -52,7 +52,7 @@ class SavedRun(NamedTuple):
         return folded_network(self.trained(classes)[0], self.recipe.size)
 
     def trained(self, classes: Sequence[str] | None = None) -> tuple[nn.Module, tuple[str, ...]]:
-        """Return the network with its batch normalization and population statistics, and the names of its classes.
+        """Return the final network before folding, in evaluation mode, and the names of its classes.
 
         Args:
             classes: names of the data's classes, to compare with the run's; None skips the comparison.
@@ -90,7 +90,6 @@ class SavedRun(NamedTuple):
         return saved
 
     def _check_recipe(self, trained: Mapping[str, Any]) -> None:
-        """Check that the recipe's network settings are those that the weights were trained with."""
         now = self.recipe.network_fields
         for name, value in trained.items():
             if now.get(name) != value:
@@ -133,9 +132,9 @@ def open_run(folder: Path, *, trust: bool = False) -> SavedRun:
 def check_classes(folder: Path, trained: Sequence[str], found: Sequence[str]) -> None:
     """Check that a run's classes match those of the data.
 
-    Classes from shards without classes.txt have numbers as names. If the classes of the run or of the data have
-    such names, only the number of classes is compared, unless both have the same names: folders named 0 to 10 are in
-    another order than labels, because they are sorted as text.
+    Shards without classes.txt name their classes "0", "1" and so on. If either side has these names and the other side
+    has different names, only the number of classes is compared. Otherwise, the names must be in the same order: folders
+    named 0 to 10 are sorted as text, so their order differs from that of the shards' labels.
 
     Raises:
         ValueError: if the classes differ.

@@ -50,7 +50,7 @@ def _check(state: Mapping[Any, Any], path: Path) -> None:
             raise ValueError(f"{path} is not a state dict, because {name!r:.80} is not a name: save net.state_dict()")
         if isinstance(value, Tensor) and (value.is_meta or value.is_quantized or value.layout != torch.strided):
             kind = "a meta" if value.is_meta else "a quantized" if value.is_quantized else "a sparse"
-            raise ValueError(f"{path}: {name} is {kind} tensor: save net.state_dict() of the network before conversion")
+            raise ValueError(f"{path}: {name} is {kind} tensor: save the state dict of a network with ordinary tensors")
     inner = [name for name, value in state.items() if isinstance(value, Mapping)]
     if inner and not any(isinstance(value, Tensor) for value in state.values()):
         raise ValueError(
@@ -60,6 +60,8 @@ def _check(state: Mapping[Any, Any], path: Path) -> None:
 
 def unwrapped(state: Mapping[str, Any], net: nn.Module) -> dict[str, Any]:
     """Drop the prefixes that DataParallel, DistributedDataParallel and torch.compile add to all names.
+
+    If any name is already a name in the network, nothing is dropped.
 
     >>> list(unwrapped({"module._orig_mod.weight": 0, "module._orig_mod.bias": 1}, nn.Linear(1, 1)))
     ['weight', 'bias']
@@ -76,8 +78,8 @@ def unwrapped(state: Mapping[str, Any], net: nn.Module) -> dict[str, Any]:
 def start_from_(net: nn.Module, source: str, classes: int) -> str:
     """Load the weights of a finished run or of a state dict file into a network before training.
 
-    If the last layer is for a different number of classes, it keeps its initial weights. The function named in the
-    run's recipe is not called.
+    If the loaded last layer has another number of classes, the network's last layer keeps its initial weights. The
+    function named in the run's recipe is not called.
 
     Args:
         net: the network.

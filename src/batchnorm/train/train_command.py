@@ -96,18 +96,18 @@ def train(
     """Train the paper's network, a variant of it, or your own network, on your own images.
 
     For the paper's network, use batchnorm train --recipe bn-x30 --data images. For your own network, write a function
-    build(classes) in mynet.py that returns the network, and add --network mynet.py:build. To insert batch
-    normalization into your network, add --normalize insert; to remove batch normalization, add --normalize remove.
+    build(classes) in mynet.py that returns the network, and use batchnorm train --network mynet.py:build --data images.
+    To insert batch normalization into your network, add --normalize insert; to remove it, add --normalize remove.
 
     After an interruption, run the same command again to resume from the last checkpoint. Under torchrun
     (torchrun --nproc-per-node 8 -m batchnorm train ...), each batch is divided among the processes. The exit status is
     0 if the run finished, 1 if it diverged, and 130 if it was stopped.
 
     Args:
-        recipe: one of the paper's runs; with --network, the run that sets the learning rate, schedule and augmentation,
-            by default bn-x5
+        recipe: one of the paper's runs; with --network, the run that sets the learning rate, augmentation and all other
+            training settings, by default bn-x5
         options: data, folder, device and how often to report.
-        overrides: fields of the recipe to change.
+        overrides: fields of the recipe to change; --batch-norm to --averaging apply only to the paper's network.
     """
     if recipe is None and not overrides.factory:
         raise ValueError("nothing to train: add --recipe, such as bn-x30, or --network for your own network")
@@ -161,9 +161,9 @@ def describe(
     stem: Literal["separable", "plain"] = "separable",
     projection: Literal[96, 128] = 96,
 ) -> None:
-    """Print the network's layers, parameters and multiply-adds.
+    """Print the layers, parameters and multiply-adds of the paper's network.
 
-    For 1000 classes and images of 224 x 224, also compare the network with what the paper says.
+    For 1000 classes and images of 224 x 224, also compare them with what the paper says.
 
     Args:
         network: the network to describe; inception is the only choice.

@@ -122,7 +122,7 @@ class TrainedRun:
         self.preprocessing = Preprocessing(saved.recipe.size)
         """the preprocessing of images in validation"""
         self.trained: nn.Module = net.to(device)
-        """the network with its batch normalization and population statistics, in evaluation mode"""
+        """the network before folding, with its population or frozen statistics, in evaluation mode"""
 
     @cached_property
     def network(self) -> nn.Module:
@@ -179,7 +179,7 @@ def load(run: str | os.PathLike[str], *, device: torch.device | str = "cpu", tru
 
     Args:
         run: the run's folder.
-        device: the device for its networks.
+        device: the device for the run's networks.
         trust: allow calling the function that recipe.json names. Set this only for runs from someone you trust.
 
     Raises:
