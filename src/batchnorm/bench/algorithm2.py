@@ -25,7 +25,7 @@ QUESTION = "seconds per pass of an 18-layer residual network over the data, and 
 
 
 class Block(nn.Module):
-    """Two convolutions and a shortcut, as in ResNet-18."""
+    """A block of ResNet-18: two convolutions and a shortcut."""
 
     def __init__(self, inputs: int, outputs: int, stride: int, norm: type[nn.Module]) -> None:
         super().__init__()
@@ -37,13 +37,13 @@ class Block(nn.Module):
             self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), norm(outputs))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply both convolutions with their normalizations, add the shortcut, and apply ReLU."""
+        """Compute the block's output."""
         y = self.relu1(self.norm1(self.conv1(x)))
         return self.relu2(self.norm2(self.conv2(y)) + self.shortcut(x))  # type: ignore[no-any-return]
 
 
 def residual18(norm: type[nn.Module]) -> nn.Module:
-    """Return a residual network of 18 layers."""
+    """Return ResNet-18 with ``norm`` as its batch normalization."""
     stem = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), norm(64), nn.ReLU(inplace=True), nn.MaxPool2d(3, 2, 1)]
     shapes = [(64, 64, 1), (64, 64, 1), (64, 128, 2), (128, 128, 1), (128, 256, 2), (256, 256, 1), (256, 512, 2)]
     blocks = [Block(*shape, norm) for shape in [*shapes, (512, 512, 1)]]
@@ -62,10 +62,10 @@ def algorithm2(
     """Time estimate_ against plain forward passes, and a network folded by this library against one folded by torch.fx.
 
     Args:
-        rounds: number of rounds, each of which times every contender once; a reported ratio is the median over rounds.
-        batch: examples in a batch.
+        rounds: number of rounds; the reported times and ratios are medians over the rounds.
+        batch: images per batch.
         size: height and width of the images.
-        batches: batches per pass.
+        batches: number of batches; each timed pass runs over all of them.
         threads: number of CPU threads.
         device: cpu or cuda.
         out: the result file; published result files are in results/.

@@ -21,9 +21,9 @@ from .step_profile import profile
 class Contender:
     """A variant of the network in the paper's appendix.
 
-    If ``stock`` is True, the variant is built from ``torch.nn``'s layers, otherwise as ``batchnorm train`` builds it.
-    If ``composed_stem`` is True, the two convolutions of the stem are composed into one. If ``norm`` is False, the
-    variant has no batch normalization.
+    If ``stock`` is True, the variant is built from ``torch.nn``'s layers. Otherwise, it is the network that
+    ``batchnorm train`` runs on a GPU. If ``composed_stem`` is True, the two convolutions of the stem are composed into
+    one. If ``norm`` is False, the variant has biases instead of batch normalization.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Contender:
     norm: bool = True
 
     def network(self, size: int, device: torch.device) -> nn.Module:
-        """Build the network; all variants have the same weights."""
+        """Build the network; the convolutions and the classifier have the same weights in all variants."""
         net = replace(RECIPES["bn-x30"], size=size, batch_norm=self.norm).network(1000)
         for module in net.modules():
             if isinstance(module, SeparableConv2d):

@@ -2,8 +2,8 @@
 
     batchnorm bench counters --out runs/bench/counters.json
 
-Nsight Compute's command ``ncu`` must be on PATH and must have permission to read hardware counters. ``ncu`` profiles
-this module with cold caches, and repeats each launch until all counters are read.
+Nsight Compute's command ``ncu`` runs this module, profiles it with cold caches, and repeats each launch until all
+counters are read.
 """
 
 from __future__ import annotations
@@ -66,9 +66,11 @@ class CountedPass(NamedTuple):
 def counters(out: Path | None = None, least: float = 5.0) -> None:
     """Print hardware counters of forward and backward passes, on the layers of ``bench kernels --layers short``.
 
+    Nsight Compute's command ``ncu`` must be on PATH and must have permission to read hardware counters.
+
     Args:
         out: the result file; by default, none is written.
-        least: skip layers with inputs smaller than this many megabytes.
+        least: skip layers whose input takes fewer megabytes than this.
     """
     at_least(0, least=least)
     if shutil.which("ncu") is None:
@@ -127,7 +129,7 @@ def line(row: dict[str, Any]) -> str:
 
 
 def watched(least: float) -> None:
-    """Run the passes that ncu profiles."""
+    """Run the passes that ncu profiles, on layers with inputs of at least ``least`` megabytes."""
     for residual in (False, True):
         for layer in short_list():
             for channels_last in (True, False):

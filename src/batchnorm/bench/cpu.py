@@ -30,9 +30,9 @@ CONTIGUOUS, LAST = "contiguous", "channels_last"
 
 Level = Literal["functions", "layers"]
 
-# Upper limits of our time divided by torch's. BN + ReLU must be faster than torch's two calls, and BN alone must not be
-# much slower than torch's. On channels_last inputs with 2 to FEW - 1 channels, our code must be much faster. This last
-# limit does not apply to one channel, because both layouts are then the same in memory.
+# Upper limits of our time divided by torch's: for BN + ReLU against torch's two calls, for BN alone, and for both on
+# channels_last inputs with 2 to FEW - 1 channels. With one channel, both layouts are the same in memory, so the last
+# limit does not apply.
 BARS = {"relu": 1.0, "none": 1.25, "few channels": 1 / 3}
 FEW = 8
 
@@ -70,8 +70,7 @@ class CpuRow:
     """The measurements of one case; times and ratios are medians over rounds.
 
     ``ratios`` has our time divided by torch's. With ReLU, there are two ratios: one relative to torch with out-of-place
-    ReLU, and one relative to torch with in-place ReLU. ``ratio`` is the first of ``ratios``, and must be
-    below ``bar``.
+    ReLU, and one relative to torch with in-place ReLU. ``ratio`` is the first of ``ratios``, and must be below ``bar``.
     """
 
     level: Level
@@ -119,12 +118,12 @@ def cpu(
     """Time batch normalization in training, forward and backward, with and without ReLU, against torch.
 
     Our code and torch's alternate within each round, so that other work on the machine affects both. With glibc, the
-    process keeps freed memory for reuse instead of returning it to the system.
+    process keeps freed blocks of less than 32 MiB for reuse instead of returning them to the system.
 
     Args:
         out: the result file; in Python, None writes no file. Published result files are in results/.
         threads: number of threads that torch uses.
-        rounds: number of rounds, each of which times our code and torch's.
+        rounds: number of rounds; the reported times and ratios are medians over the rounds.
         seconds: approximate time spent on each implementation in each round; at least one forward and backward pass is
             timed.
         levels: "layers" compares this library's layers with torch.nn's; "functions" compares ops.normalize_batch_ with

@@ -48,7 +48,7 @@ def crops(
         images: number of generated images, of about 500 x 375 px.
         batch_size: crops per forward pass.
         workers: number of processes that decode images.
-        rounds: number of rounds, each of which times "forward", "crops" and "files".
+        rounds: number of rounds, each of which times "forward", "crops" and "files"; the medians are compared.
         device: cpu, cuda, or auto.
         out: the result file; published result files are in results/.
     """

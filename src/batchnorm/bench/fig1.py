@@ -34,8 +34,8 @@ def fig1(
     ``torch.nn``, trains one network after the other with torch's default number of threads, evaluates every 1,000
     steps, and writes no files. The command ``reproduce fig1`` uses batch normalization from this library, trains with
     one thread per network, evaluates more often at first, monitors the networks, and writes checkpoints, the figure and
-    the report. ``reproduce fig1`` is timed in two forms: "one process" trains both networks in one process, and
-    "make run" trains each network in its own process, as ``make run`` does.
+    the report. ``reproduce fig1`` is timed in two forms: "one process" trains one network after the other, and
+    "make run" trains both at once, each in its own process, as the command ``make run`` does.
 
     Args:
         steps: updates per network.

@@ -62,8 +62,8 @@ def fine_tuning(
         classes: number of classes to use: the first half for training, the second half for fine-tuning.
         images: largest number of training images per class for fine-tuning.
         batches: batch sizes for fine-tuning.
-        rates: learning rates for fine-tuning; each batch size and kind of statistics is evaluated at its best learning
-            rate.
+        rates: learning rates for fine-tuning; for each batch size and kind of statistics, the result is the accuracy at
+            the best of these rates.
         seeds: number of seeds for each batch size, kind of statistics and rate.
         size: height and width of the images.
         first_epochs: epochs of the first training, at batch size 64.

@@ -2,8 +2,8 @@
 
 ``batchnorm bench host`` calls layers on tensors so small that the GPU waits for the host. It times training calls
 (forward pass, backward pass and clearing the gradients) and evaluation calls. These times matter if the host limits the
-speed of a network, as is common at small batch sizes. Our calls alternate with calls of torch's modules, and each
-reported ratio is a median over rounds.
+speed of a network, as is common at small batch sizes. Groups of our calls alternate with groups of torch's calls, and
+each reported ratio is a median over rounds.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def host(rounds: int = 11, out: Path = Path("runs/bench/host.json")) -> list[dic
     """Compare how long eager layers of this library and of ``torch.nn`` keep the host busy.
 
     Args:
-        rounds: number of rounds, each of which times every call of ours and the corresponding call of torch.nn.
+        rounds: number of rounds; the reported times and ratios are medians over the rounds.
         out: the result file.
 
     Raises:

@@ -86,7 +86,7 @@ def input_rate(
         images: maximum number of images for each timing of one core; the images are spread evenly over the data.
         rounds: number of times each loader is timed.
         workers: number of worker processes.
-        gpu_rate: images per second that the GPU consumes.
+        gpu_rate: images per second that a GPU trains on; the command prints how many cores it takes to load as many.
         out: the result file; published result files are in results/.
     """
     at_least(1, size=size, images=images, rounds=rounds, workers=workers)

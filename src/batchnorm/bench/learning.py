@@ -1,4 +1,4 @@
-"""Does a converted network learn as well as the stock one? ``batchnorm bench learning --data DIR`` trains both.
+"""Does a converted network learn as well as the stock one?
 
     python -m batchnorm bench learning --data DIR --out runs/bench/learning.json
 

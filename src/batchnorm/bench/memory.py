@@ -32,7 +32,8 @@ from .contenders import OURS, STOCK, STOCK_WITHOUT_BN, Contender, noise
 from .train import LOSS_TOLERANCE
 
 QUESTION = "peak memory of a training step of the network in the paper's appendix, relative to the stock network"
-# Upper limits of the peak memory without workspaces, as fractions of the stock network's, on a GPU at batch 256.
+# Upper limits of the peak memory without workspaces, as fractions of the stock network's, on a GPU at batch 256 and
+# 224 px.
 BARS = {"ours": 0.6, "ours, recompute": 0.45}
 
 
@@ -52,7 +53,7 @@ FORMS = (
 
 @dataclass(frozen=True)
 class PeakMemory:
-    """The memory of one variant's training step, in bytes; ``tensors`` is the peak without workspaces."""
+    """One variant's loss, and the memory of its training step in bytes; ``tensors`` is the peak without workspaces."""
 
     name: str
     peak: int
@@ -154,13 +155,14 @@ def peak_of_tensors(call: Callable[[], Any], device: torch.device) -> int | None
 def memory(
     batch: int | None = None, size: int = 224, out: Path | None = None, only: Sequence[str] = ()
 ) -> list[PeakMemory]:
-    """Measure the peak memory of a training step, with this library's layers and with torch.nn's layers.
+    """Measure the peak memory of BN-Inception's training step, with this library's layers and with torch.nn's layers.
 
     Args:
         batch: number of images; by default 256 on a GPU and 8 on a CPU.
         size: height and width of the images.
         out: the result file; by default, none is written.
-        only: names of the variants to measure in addition to stock, such as "ours"; by default, all variants.
+        only: the variants to measure in addition to "stock": "stock, no BN", "ours", or "ours, recompute" (with
+            bn.recompute()); by default, all.
     """
     at_least(1, batch=batch)
     at_least(32, size=size)
@@ -193,7 +195,7 @@ def memory(
 
 
 def report(rows: Sequence[PeakMemory], judged: Sequence[PeakMemory] = ()) -> str:
-    """Return a table of the rows; below it, say for each row in ``judged`` whether it reaches its goal."""
+    """Return a table of the rows and, below it, whether each row in ``judged`` reaches its goal."""
     width = max(len(row.name) for row in rows)
     lines = [f"{'':<{width}} {'peak MB':>9} {'x stock':>8} {'tensors':>9} {'x stock':>8} {'after forward':>14}"]
     for row in rows:

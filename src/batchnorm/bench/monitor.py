@@ -21,9 +21,12 @@ from ..results import check_writable, environment, write_json
 def monitor(steps: int = 500, rounds: int = 15, out: Path = Path("runs/bench/monitor.json")) -> None:
     """Time an eager training loop of the network of the paper's Section 4.1, with and without a monitor.
 
+    One monitor records percentiles on the training batch, and another one on a probe of 250 test images.
+
     Args:
         steps: updates in each timed loop; with the monitor's default every=100, 500 updates give five records.
-        rounds: number of rounds, each of which times the loop with and without a monitor; results are medians.
+        rounds: number of rounds, each of which times the loop without a monitor and with each of the two monitors;
+            results are medians.
         out: the result file; published result files are in results/.
     """
     at_least(1, steps=steps, rounds=rounds)

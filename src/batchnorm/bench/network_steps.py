@@ -32,7 +32,7 @@ Mode = Literal[
 ]  # fmt: skip
 Row = dict[str, Any]
 TURN = "turn"  # a generator yields this before timing, to ask for exclusive use of the machine
-COMPILED_TOGETHER: tuple[Mode, ...] = ("compiled", "backend")  # modes timed against the same compiled stock network
+COMPILED_TOGETHER: tuple[Mode, ...] = ("compiled", "backend")  # modes that share one compiled stock network
 REPLAYING: tuple[Mode, ...] = ("reduce-overhead", "max-autotune")  # modes in which Inductor replays CUDA graphs
 COMPILING: tuple[Mode, ...] = (*COMPILED_TOGETHER, "dynamic", *REPLAYING)
 # The largest allowed relative differences between the losses of the converted and the stock network. In the first step,
@@ -66,7 +66,7 @@ class Settings:
 
 
 class Measurement(NamedTuple):
-    """A batch size, and the modes that are timed at this size against the same stock network."""
+    """A batch size, and the modes that are timed together at this size; they share one stock network."""
 
     batch: int
     modes: tuple[Mode, ...]
@@ -128,7 +128,7 @@ def convert_pair(name: str, settings: Settings) -> Pair:
 def without_norms(net: nn.Module) -> nn.Module:
     """Return a copy in which ``nn.Identity`` replaces the batch normalization layers.
 
-    The time of the copy's training step is a lower limit for all implementations of batch normalization.
+    With any implementation of batch normalization, a training step takes at least as long as the copy's.
 
     >>> without_norms(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)))[1]
     Identity()
@@ -475,7 +475,7 @@ def _row(pair: Pair, mode: Mode, i: int, stock: Prepared, form: Prepared, rounds
 
 
 def results_of(job: NetworkJob, settings: Settings) -> Iterator[tuple[Measurement, list[Row]] | str]:
-    """Yield each measurement of a job with its rows, and ``TURN`` whenever timing is about to start."""
+    """Yield each measurement of a job with its rows, and ``TURN`` before timing needs the machine for itself."""
     if settings.cudnn_benchmark:
         torch.backends.cudnn.benchmark = True
     if not settings.on_gpu:

@@ -6,9 +6,10 @@ The command compares whole training steps of a stock network and of ``bn.convert
 captured as one CUDA graph, and under ``torch.compile``. It also times the stock network under
 ``torch.compile(backend="batchnorm")``. On a GPU, steps run in bf16 autocast and channels_last. On a CPU, they run in
 float32, and only eager mode is timed unless ``--modes`` lists others.
+
 Both networks start from the same weights and are timed alternately in one process. If their losses differ by more than
-a tolerance, they are not timed. On a CPU, the stock network without its batch normalization layers is timed too, as a
-lower limit of the step time.
+a tolerance, they are not timed. In eager mode on a CPU, the stock network without its batch normalization layers is
+timed too, as a lower limit of the step time.
 
 Each row of the result file has the measurements of one network in one mode, such as eager, at one batch size. Rows
 that were measured with the current code are not measured again. A result file from another machine, or from other
@@ -338,7 +339,7 @@ def networks(
     keep: bool = False,
     out: Path = Path("runs/bench/networks.json"),
 ) -> list[Row]:
-    """Compare the time and memory of training steps between stock and converted networks.
+    """Compare the time and memory of training steps of stock networks and of their copies made by ``bn.convert``.
 
     Args:
         networks: torchvision:NAME, timm:NAME, or MODULE:FUNCTION; the function returns a classifier, or a classifier

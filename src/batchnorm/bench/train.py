@@ -77,12 +77,12 @@ def train(
     rounds: int = 15,
     out: Path | None = None,
 ) -> None:
-    """Time a training step with this library's layers against one with torch.nn's layers, on this GPU.
+    """Time BN-Inception's training step on this GPU, with this library's layers and with torch.nn's layers.
 
     Args:
         batches: batch sizes.
         size: height and width of the images.
-        rounds: number of rounds, each of which times every contender.
+        rounds: number of rounds; the reported times and speedups are medians over the rounds.
         out: the result file; by default, none is written.
     """
     at_least(1, batches=tuple(batches), rounds=rounds)

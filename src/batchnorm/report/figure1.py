@@ -182,6 +182,6 @@ def _drift_rows(plain: Run, bn: Run) -> list[list[str]]:
     kinds: tuple[Literal["z", "x"], ...] = ("z", "x")
     for of in kinds:
         values = [float(drift(r.percentiles, r.layers[-1], of).sum(0).median()) for r in (plain, bn)]
-        what = f"drift of {names[of]} during training, in widths of the distribution (last hidden layer, median)"
+        what = f"drift of {names[of]} during training, in widths of the distribution (last hidden layer, median unit)"
         rows.append([what, quotes[of], *(f"{v:.1f}" for v in values)])
     return rows

@@ -42,7 +42,7 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """The last step with a record."""
+        """The last step at which a number was recorded."""
         points = [step for curve in self.curves.values() for step, _ in curve]
         return max([*points, *(r.step for r in (*self.percentiles, *self.gradient_changes))], default=0)
 
@@ -53,7 +53,7 @@ class Run:
 
     @property
     def accuracy_kind(self) -> Literal["top-1 validation accuracy", "test accuracy"]:
-        """The name of the accuracy: ``batchnorm train`` writes ``val_top1``, which is measured on validation images."""
+        """The name of the accuracy; ``val_top1``, written by ``batchnorm train``, is measured on validation images."""
         return "top-1 validation accuracy" if "val_top1" in self.curves else "test accuracy"
 
     @cached_property

@@ -154,7 +154,10 @@ def _other_uses(rows: list[Result], names: list[str]) -> list[str]:
         for mode, text in OTHER_USES.items()
         if any((mode, column) in found for column in columns)
     ]
-    note = "Other uses of converted networks, again against the stock network, eager unless a row says otherwise:"
+    note = (
+        "Speedups of converted networks in other uses, over the stock network in the same use (eager unless the row"
+        " says `torch.compile`):"
+    )
     return [note, table(shown)] if found else []
 
 
@@ -179,8 +182,8 @@ def _kernels(r: Result) -> str:
     means = sorted((row["compile"]["geometric_mean"], f"{row['op']}, {row['layout']}") for row in rows)
     lowest, highest = (f"{mean:.2f} ({case})" for mean, case in (means[0], means[-1]))
     return (
-        f"{lowest} to {highest} over torch.compile (worst {least('compile', 'worst'):.2f}); at least"
-        f" {least('eager', 'geometric_mean'):.2f} over eager"
+        f"{lowest} to {highest} over torch.compile (worst {least('compile', 'worst'):.2f}); on average at"
+        f" least {least('eager', 'geometric_mean'):.2f} over eager"
     )
 
 
@@ -245,7 +248,8 @@ def _algorithm2(r: Result) -> str:
     rows = r["rows"]
     return (
         f"`estimate_`: {rows['estimate_, layers of batchnorm']['estimate_ / training']:.2f}x the time of a forward"
-        f" pass; a folded network: {rows['fold']['fold / torch.fx']:.2f}x the time of one folded by torch.fx"
+        f" pass in training mode; a folded network: {rows['fold']['fold / torch.fx']:.2f}x the time of one folded by"
+        " torch.fx"
     )
 
 
@@ -255,9 +259,13 @@ SPEED = [
     Row("CUDA kernels, bf16, forward and backward: speedup", "bench kernels", "", "kernels-h200.json", _kernels),
     Row("host time of an eager CUDA layer, forward and backward", "bench host", "", "host-h200.json", _host),
     Row(
-        "BN-Inception: speed of a training step, over torch.compile", "bench train", "", "bench-train-h200.json", _train
+        "BN-Inception: speedup of a training step over torch.compile",
+        "bench train",
+        "",
+        "bench-train-h200.json",
+        _train,
     ),
-    Row("BN-Inception: its peak memory", "bench memory", "", "memory-h200.json", _memory),
+    Row("BN-Inception: peak memory of a training step", "bench memory", "", "memory-h200.json", _memory),
     Row("ResNet-18: accuracy after training", "bench learning --data DIR", "", "same-learning-h200.json", _learning),
     Row("images decoded and cropped, per core", "bench input DIR", "", "bench-input.json", _input),
     Row("evaluation with 144 crops", "bench crops", "", "bench-crops-h200.json", _crops),

@@ -84,8 +84,8 @@ def _jacobian(r: Result) -> str:
 def _scale(r: Result) -> str:
     far = r["largest"]
     return (
-        f"outputs differ less than eps allows (at most {far['output']:.0%} of that bound), gradients by at"
-        f" most {max(far['du'], far['dW']):.1%} of their norm"
+        f"outputs differ by at most {far['output']:.0%} of what eps allows, gradients by at most"
+        f" {max(far['du'], far['dW']):.1%} of their norm"
     )
 
 
@@ -216,7 +216,7 @@ def _verdicts(steps: list[Result], best: list[Result]) -> list[str]:
 
     Args:
         steps: the verdict on each change, separately for the top-1 and the top-5 error.
-        best: for each of these errors, the comparison of the best ensemble with the best network.
+        best: the comparison of the best ensemble with the best network, for each error.
 
     >>> step = {"name": "144 crops instead of 1", "error": "top-1", "verdict": "confirmed"}
     >>> print(*_verdicts([step, {**step, "error": "top-5"}], []))
@@ -282,10 +282,10 @@ def _fine_tuning(r: Result) -> str:
         rows.append([str(batch), kind, *bold])
     half = options["classes"] // 2
     return (
-        "Validation accuracy in percent (mean ± standard deviation over seeds) of a network with four convolutions, at"
-        f" {options['size']} px. The network was trained on {half} classes, to an accuracy of {r['first']:.1%}, and"
-        f" then fine-tuned for {options['epochs']:g} epochs on {options['images']} images of each of {half} other"
-        f" classes ([numbers](../results/fine-tuning.json), {machine(r)}).\n\n{table(rows)}"
+        "Validation accuracy in percent (mean ± standard deviation over seeds) of a network with four convolutions, on"
+        f" images of {options['size']} px. The network was trained on {half} classes, to an accuracy of"
+        f" {r['first']:.1%}, and then fine-tuned for {options['epochs']:g} epochs on {options['images']} images of each"
+        f" of {half} other classes ([numbers](../results/fine-tuning.json), {machine(r)}).\n\n{table(rows)}"
     )
 
 
