@@ -20,8 +20,8 @@ class Value:
     handed_on: list[TracedCall] = field(default_factory=list)
     """The calls that returned the tensor itself, as Dropout does in evaluation mode. They are not in ``consumers``."""
     escapes: bool = False
-    """Whether code outside the recorded calls can read the value: it is in the network's output, a hook received it, or
-    something still refers to its tensor after the forward pass."""
+    """Whether code outside the recorded calls can read the value: it is in the network's output, a hook of a module
+    that is not a leaf received it, or something still refers to its tensor after the forward pass."""
 
     @property
     def sole_consumer(self) -> TracedCall | None:

@@ -44,10 +44,11 @@ class ConditionBuilder:
         If the code checks shapes, dtypes, devices or torch's state, the checks must give the same results as in the
         trace.
 
-        The code may compare two tensors with ``is``. In the trace, the result is False, because each argument is a
-        separate object there. So arguments that are different tensors in the example must be different tensors in each
-        call. Arguments that are the same tensor in the example need no condition: if the wrong result of ``is`` changes
-        the outputs, ``convert`` detects this when it compares the new network with the original on the example.
+        A helper function that makes no torch call may compare two tensors with ``is``; a trace does not detect this. In
+        the trace, the result is False, because each argument is a separate object there. So arguments that are
+        different tensors in the example must be different tensors in each call. Arguments that are the same tensor in
+        the example need no condition: if the wrong result of ``is`` changes the outputs, ``convert`` detects this when
+        it compares the new network with the original on the example.
         """
         tensors: dict[str, Tensor] = {}
         for name, pattern in patterns.items():
@@ -92,7 +93,10 @@ class ConditionBuilder:
             self._expect(f"_is_quiet({_spell(path)})")
 
     def expect_leaves(self) -> None:
-        """Expect unchanged ``inplace`` settings; identities and in-place modules keep their class and have no hooks."""
+        """Expect that called modules keep their ``inplace`` settings.
+
+        Identities and in-place modules must also keep their class and have no hooks.
+        """
         for node in self.traced.graph.nodes:
             if node.op == "call_module":
                 self._expect_in_place(str(node.target))

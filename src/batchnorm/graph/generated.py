@@ -37,8 +37,8 @@ LARGEST = 64  # the maximum length of a list, tuple, set or dict that a conditio
 class Variant:
     """One traced path through a forward: the conditions under which it applies, and its code.
 
-    ``arguments`` are the expressions of the tensors that the code takes, such as ``xs[0]``. ``scope`` pairs each name
-    that the code uses with ("import", module, name) or ("value", value).
+    ``arguments`` are the expressions of the tensors that the code takes, such as ``xs[0]``. ``scope`` pairs the names
+    that the conditions and the code use with ("import", module, name) or ("value", value).
     """
 
     conditions: tuple[str, ...]
@@ -209,8 +209,8 @@ class _Pickled:
 
 
 def _new(kind: type[nn.Module], pickled: _Pickled, *args: Any) -> nn.Module:
-    # Use the original class if its code has changed since pickling, or if an object that a variant uses cannot be
-    # imported.
+    # Use the original class if the traced code has changed since pickling, if the variants were not pickled, or if an
+    # object that a variant uses cannot be imported.
     with suppress(ImportError, AttributeError):
         if pickled.variants and pickled.written == _digest(kind, pickled.variants):
             kind = generated_class(kind, pickled.variants)

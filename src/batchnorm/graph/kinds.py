@@ -107,7 +107,7 @@ def has_initial_statistics(layer: TorchBatchNorm) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return whether the module has forward or backward hooks, which may see or change its inputs and outputs."""
+    """Return whether the module has forward or backward hooks; they may read or change values or gradients."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return any(getattr(module, kind) for kind in kinds)
 

@@ -122,7 +122,10 @@ def runs_its_graph(module: nn.Module) -> bool:
 
 
 def next_in_order(holder: Holder) -> nn.Module | None:
-    """Return the module that a Sequential calls after a child, skipping identities, or None if none is known."""
+    """Return the module that a Sequential calls after its child ``holder.key``, skipping identities.
+
+    Return None if there is no such module, or if the holder does not run its children in order.
+    """
     if holder.key is None or not runs_in_order(holder.module):
         return None
     keys = list(holder.module._modules)

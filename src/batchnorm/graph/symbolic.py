@@ -1,10 +1,10 @@
 """Trace the forward of one module with torch.fx, and record what the code depended on.
 
-torch.fx runs the code once and records only the path that the code took. This module also records everything that may
-have decided the path: the attributes that were read, the arguments that are not tensors, the children of containers,
-and the answers to questions about the tensors' shapes, such as ``x.dim() == 3``. A trace raises Untraceable
-for code whose effects torch.fx would silently drop: for example, autocast around a call, random numbers in Python, or
-assignments to attributes.
+torch.fx runs the code once and records only the path that the code took. This module also records most of what may
+have decided the path: the attributes that were read, the children of containers, the answers to questions about the
+arguments, such as ``x.dim() == 3``, and torch's state, such as ``jit.is_tracing``. Changes to Python globals are not
+recorded. A trace raises Untraceable for code whose effects torch.fx would silently drop: for example, autocast around a
+call, random numbers in Python, or assignments to attributes.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from .patterns import exactly
 from .questions import Given, Unanswerable, ask, follow, larger_batch
 from .references import returns_a_tensor
 
-# Functions of torch that create tensors. They do not accept torch.fx's proxies as sizes, so they are replaced during a
-# trace.
+# Functions of torch that create tensors. During a trace, wrappers that record every call replace them: torch.fx does
+# not record calls without a proxy, and fails for some calls with a proxy, such as torch.zeros(x.size(0), 3).
 FACTORIES = "arange empty eye full linspace ones rand randint randn randperm tensor zeros".split()  # noqa: SIM905
 
-# Functions of torch whose results may change later. The rewritten forward checks that the results are the same.
+# Functions of torch whose results may change after the trace. The rewritten forward checks that they have not changed.
 STATES = (
     "compiler.is_compiling",
     "compiler.is_exporting",
@@ -81,9 +81,10 @@ class Traced(NamedTuple):
 
 
 class Spies:
-    """Change the classes of a network's modules to record which attributes the user's code reads.
+    """Change the classes of a network's modules to record the attributes that the user's code reads.
 
-    The network must be a copy made for tracing, because its modules keep the changed classes.
+    The changed classes also raise Untraceable if the user's code assigns to an attribute. The network must be a
+    copy made for tracing, because its modules keep the changed classes.
     """
 
     def __init__(self, net: nn.Module) -> None:
@@ -594,7 +595,7 @@ def _unrecorded(code: CodeType) -> str:
 
 
 def _refuse_unrecorded() -> None:
-    """Raise Untraceable if the code that made the current call does something that torch.fx does not record."""
+    """Raise Untraceable if a user's function on the call stack has a construct that torch.fx does not record."""
     frame: FrameType | None = sys._getframe(2)
     found = ""
     while frame is not None:

@@ -158,8 +158,8 @@ class _Recorder(TorchFunctionMode):
     def watch(self, net: nn.Module) -> Iterator[None]:
         """Record the calls of all modules of a network through hooks.
 
-        The hooks must not outlive the trace: ``TracedCall.replay`` calls the modules again, when tensors that were
-        traced are gone and their ids belong to other tensors.
+        The hooks must not outlive the trace: ``TracedCall.replay`` calls the modules again after the traced tensors are
+        gone, when their ids may belong to other tensors.
         """
         with ExitStack() as hooks:
             for module in net.modules():
@@ -204,7 +204,6 @@ class _Recorder(TorchFunctionMode):
             self._inside -= 1
 
     def value(self, t: Tensor) -> Value:
-        """Return a tensor's current Value."""
         return self.values.get(id(t)) or self._bind(t, None)
 
     def _bind(self, t: Tensor, producer: TracedCall | None) -> Value:

@@ -62,11 +62,11 @@ def fold(
     folded in float64, and the new network's outputs for ``example`` are compared with the original's. ``net`` is not
     changed.
 
-    Some modules normalize in their own code: they call ``F.batch_norm``, or they are subclasses of a batch
-    normalization layer with a custom forward. Such a forward is traced with ``torch.fx``, and its batch normalization
-    becomes a child of the module. A traced forward uses the values that the module's attributes had during the trace.
-    A forward is not traced if it assigns to attributes, or if it changes a tensor or a list that the module holds.
-    Modules that are not traced keep their own Python code.
+    Some modules normalize in their own code: they call ``F.batch_norm``, or their class derives from a batch
+    normalization layer and has a forward of its own. Such a forward is traced with ``torch.fx``, and its batch
+    normalization becomes a child of the module. A traced forward uses the values that the module's attributes had
+    during the trace. A forward is not traced if it assigns to attributes, or if it changes a tensor or a list that the
+    module holds. Modules that are not traced keep their own Python code.
 
     Args:
         net: any network, in either mode; it is folded in evaluation mode.
@@ -278,7 +278,6 @@ def _substitutes(
 
 
 def _activation_of(layer: nn.Module) -> Activation:
-    """Return the activation that a layer itself applies."""
     return layer.activation if isinstance(layer, BatchNorm) else Activation()
 
 

@@ -56,7 +56,7 @@ class FoldPlan:
 
 
 def make_plan(graph: Graph, layers: list[TorchBatchNorm]) -> FoldPlan:
-    """Plan how to fold each layer: into the producer of its input or, if that fails, the consumers of its output."""
+    """Plan how to fold each layer: into the producer of its input or, if that fails, into its consumers."""
     plan = FoldPlan()
     order = {call.module: i for i, call in reversed(list(enumerate(graph.calls)))}
     for layer in sorted(layers, key=lambda m: order.get(m, -1)):
@@ -160,12 +160,12 @@ def _fold_down(graph: Graph, plan: FoldPlan, layer: TorchBatchNorm) -> None:
 
 
 def _note(indices: dict[nn.Module, Tensor], neighbor: TracedCall, index: Tensor) -> None:
-    """Note the order of the features between a layer and a neighbor, which must be the same for all calls of both."""
+    """Note which features of a layer and of a neighbor correspond; they must be the same in all calls."""
     assert neighbor.module is not None
     if not torch.equal(indices.setdefault(neighbor.module, index), index):
         raise Refusal(
-            f"{neighbor} is called several times, and the order of the features between it and this layer differs"
-            " between the calls"
+            f"{neighbor} is called several times, and its features correspond to different features of this layer in"
+            " different calls"
         )
 
 
@@ -269,7 +269,7 @@ def _match(
     *,
     up: bool,
 ) -> Tensor:
-    """Return, for each feature of ``above`` (if ``up``) or of ``below``, the index of the same feature in the other."""
+    """Return, for each feature of ``above`` (if ``up``) or of ``below``, its index in the other of these modules."""
     dims, kept = _feature_dims(above, len(origin)), _feature_dims(below, len(target))
     if not moves and dims == kept:
         return torch.arange(prod(origin[d] for d in dims), device="cpu")

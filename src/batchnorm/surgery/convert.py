@@ -65,9 +65,10 @@ def convert(
     If a layer's output goes to an activation, or is added to a tensor of the same shape, ``convert`` tries to fuse the
     activation and the sum into the call of the layer. Activations and sums may be modules, functions, methods or
     operators, in place or not. A module whose forward contains such an activation or sum is traced with ``torch.fx``,
-    in evaluation and in training mode, and becomes an instance of a generated subclass of its class. In each call, the
-    new forward checks that the trace is still valid: non-tensor arguments, attributes, hooks, and the results of checks
-    such as ``x.dim() == 3`` must be the same as during tracing. Otherwise, the original forward runs.
+    in evaluation and in training mode. If the trace succeeds, the module becomes an instance of a generated subclass of
+    its class. In each call, the new forward checks that the trace is still valid: non-tensor arguments, attributes,
+    hooks, and the results of checks such as ``x.dim() == 3`` must be the same as during tracing. Otherwise, the
+    original forward runs.
 
     The converted network is compared with the original on ``example``: outputs (with and without autocast), running
     statistics, and gradients (if possible, on the first three rows only). ``net`` is not changed. :func:`revert` undoes
@@ -84,8 +85,8 @@ def convert(
             several positional inputs.
         rewrite: if False, modules are replaced, but no forward is rewritten. An activation module is then fused if a
             ``Sequential``, or the graph of a ``torch.fx.GraphModule``, calls it after a batch normalization and nothing
-            else refers to these two modules.
-            With ``rewrite=False``, the network's code must not call the children of a ``Sequential`` one by one.
+            else refers to these two modules. With ``rewrite=False``, the network's code must not call the children of
+            a ``Sequential`` one by one.
         statistics: how every layer computes its training statistics: ``Sync()``, ``Ghost(size)`` or ``Renorm()``; None
             keeps each layer's own setting.
 

@@ -44,8 +44,8 @@ def insert(
     For a layer named ``conv``, the state-dict entry ``conv.weight`` becomes ``conv.affine.weight``, and the entries
     ``conv.norm.*`` are added. Insertion also works if the nonlinearity is a function, or if there are sums,
     concatenations or pools between the affine layer and the nonlinearity. The bias is dropped, because subtracting the
-    mean would cancel it; a parametrized bias stays. Layers that feed no nonlinearity, such as the last layer, are not
-    changed. ``net`` is not changed.
+    mean would cancel it; a parametrized bias stays. By default, layers that feed no nonlinearity, such as the last
+    layer, stay as they are. ``net`` is not changed.
 
     Args:
         net: any network.
@@ -70,9 +70,9 @@ def insert(
 
     Raises:
         TypeError: if the network is compiled or data-parallel.
-        ValueError: if ``init`` or ``placement`` is unknown, if ``where`` contains a name that is not a candidate, or if
-            the network cannot be copied; with "identity", also if ``batches`` is missing, if no batch reaches a chosen
-            layer, or if the new network computes different results.
+        ValueError: if ``init`` or ``placement`` is unknown, if ``where`` contains a name that cannot be chosen (the
+            message lists the names that can), or if the network cannot be copied. With "identity", also if ``batches``
+            is missing, if no batch reaches a chosen layer, or if the new network computes different results.
 
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.Sigmoid(), nn.Linear(8, 2))
     >>> normalized = insert(net, torch.randn(2, 4))
@@ -194,8 +194,7 @@ def _set_from(place: Place, norm: BatchNorm, accumulator: MomentAccumulator) -> 
         norm.running_mean.copy_(moments.mean - bias.reshape(-1, *[1] * (moments.mean.dim() - 1)))
         norm.running_var.copy_(moments.var + moments.mean_spread)
         norm.bias.copy_(moments.mean)
-        # Compute gamma from the rounded variance in the buffer, because evaluation divides by the square root of this
-        # variance.
+        # Compute gamma from the rounded variance in the buffer, because evaluation uses this variance.
         norm.weight.copy_(torch.sqrt(norm.running_var.double() + norm.eps))
 
 

@@ -19,8 +19,8 @@ FUNCTIONAL = ("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_
 # children.
 BYPASSING = (nn.TransformerEncoderLayer,)
 SCALING = frozenset({"mul", "div", "truediv", "multiply", "divide"})
-# Calls that are replayed to find out which dimension of their outputs holds the features. Some of them, such as clone,
-# never change this dimension. Pixel and channel shuffles are not replayed: they keep the features in dimension 1.
+# Calls that are replayed to find out which dimension of their outputs holds the features. Pixel and channel shuffles
+# are not replayed: they keep the features in dimension 1.
 REARRANGING = frozenset({"mean", "stack", "chunk", "split", "unbind", "narrow", "select", "getitem"}) | MOVING
 REARRANGING -= {"pixelshuffle", "pixelunshuffle", "channelshuffle"}
 
@@ -40,7 +40,7 @@ class Place:
     features_last: bool
     calls: int = 1
     bias: Tensor | None = None
-    """The affine layer's bias if batch normalization would cancel this bias, or None."""
+    """The bias that is dropped from the affine layer, or None."""
 
     @property
     def problem(self) -> str:
@@ -236,6 +236,5 @@ def _reason_to_skip(calls: list[TracedCall]) -> str:
 
 
 def _absorbed_bias(module: nn.Module) -> Tensor | None:
-    """Return the module's bias, or None if the bias is missing or parametrized."""
     assert isinstance(module, Affine)
     return None if parametrize.is_parametrized(module, "bias") else module.bias

@@ -1,4 +1,4 @@
-"""Replace this library's batch normalization with ``torch.nn``'s: undo ``convert``."""
+"""Replace this library's batch normalization with that of ``torch.nn`` or timm: undo ``convert``."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .verify_conversion import compare_outputs
 
 
 def revert(net: nn.Module, example: Any = None, *, forward: network_call.Forward | None = None) -> nn.Module:
-    """Return the network with plain ``torch.nn`` layers instead of this library's layers.
+    """Return the network with the batch normalization of ``torch.nn`` (or timm) instead of this library's.
 
     ``revert`` undoes ``convert``: modules get their original classes and forwards back, and fused activation modules
     are restored. A layer that was created with an activation becomes an ``nn.Sequential`` of ``norm`` and

@@ -18,7 +18,7 @@ from ..verify import AMPLIFICATION, EXACT, TINY, verify
 Gradients = dict[str, Tensor]
 
 ROWS = 3
-"""The number of rows of the batch on which gradients are compared.
+"""Gradients are compared on this number of rows of the example.
 
 Two may be too few: with two values per channel, as in 1x1 maps of two images, the normalized values are always close to
 1 and -1, and almost no gradient flows back through them.
@@ -59,11 +59,11 @@ def _compare_gradients(old: nn.Module, new: nn.Module, example: Any, forward: Fo
     """Compare the gradients of all parameters in float64; the loss is a randomly weighted sum of the outputs.
 
     To save time, only the first ROWS rows of the example are used. The whole example is used if the original fails on
-    these rows, or if a rewritten module runs its original code on them.
+    these rows, or if a rewritten module runs only its original code on them.
     """
     few = _first_rows(example)
     if unused(new, few, forward, training):
-        few = example  # on the first rows, a rewritten module runs its original code
+        few = example
     for batch in (few, example):
         try:
             was, example = _gradients(old, batch, forward, training), batch
