@@ -28,7 +28,7 @@ STATISTICS, WEIGHT, BIAS = 1, 2, 4
 
 
 class BatchNorm(TorchBatchNorm):
-    """The base class of layers that normalize by batch statistics in training and running averages in evaluation."""
+    """The base class of layers that normalize by batch statistics in training and by running averages in evaluation."""
 
     num_features: int | tuple[int, ...]  # type: ignore[assignment]
     num_batches_skipped: Tensor | None
@@ -128,7 +128,7 @@ class BatchNorm(TorchBatchNorm):
         """Whether the layer, in its current mode, normalizes by batch statistics instead of running averages."""
         return self._normalizes_by_batch()
 
-    # forward() and the methods that it calls read no properties. If compiled code reads a property of a layer, Dynamo
+    # forward() and the methods that it calls avoid properties. If compiled code reads a property of a layer, Dynamo
     # adds a guard on the layer's class, and cannot use its faster guard on the whole module.
 
     def _normalizes_by_batch(self) -> bool:
@@ -333,10 +333,7 @@ class BatchNorm(TorchBatchNorm):
         return ", ".join([super().extra_repr(), *self._extras()])  # type: ignore[no-untyped-call]
 
     def _extras(self, *, for_inference: bool = False) -> list[str]:
-        """List options that ``torch.nn`` does not have and that are not at their defaults.
-
-        With ``for_inference``, list only the options that matter at inference.
-        """
+        """List options that ``torch.nn`` does not have and that are not at their defaults."""
         found = []
         if self.activation.name != "identity":
             slope = f"({self.activation.slope})" if self.activation.name == "leaky_relu" else ""

@@ -24,9 +24,9 @@ def freeze_(net: Network, *, statistics: bool = True, affine: bool = True) -> Ne
         affine: stop training gamma and beta.
 
     Raises:
-        ValueError: if the network has ``torch.nn`` batch normalization (convert it first) or no batch normalization;
-            with ``statistics``, if a layer has no running statistics; with ``affine``, if a gamma or beta is
-            parametrized; also if a batch normalization is scripted. After an error, the network is unchanged.
+        ValueError: if the network has no batch normalization, ``torch.nn`` batch normalization (convert it first) or
+            scripted batch normalization. With ``statistics``, also if a layer has no running statistics. With
+            ``affine``, also if a gamma or beta is parametrized. After an error, the network is unchanged.
         TypeError: if ``net`` is not a network.
 
     >>> freeze_(BatchNorm(3)).train().frozen_statistics
@@ -65,8 +65,8 @@ def unfreeze_(net: Network, *, statistics: bool = True, affine: bool = True) -> 
         affine: train gamma and beta again.
 
     Raises:
-        ValueError: if the network has ``torch.nn`` batch normalization or no batch normalization; with ``affine``, if
-            a gamma or beta was parametrized after it was frozen. After an error, the network is unchanged.
+        ValueError: if the network has no batch normalization, or ``torch.nn`` batch normalization. With ``affine``,
+            also if a gamma or beta was parametrized after it was frozen. After an error, the network is unchanged.
         TypeError: if ``net`` is not a network.
 
     >>> unfreeze_(freeze_(BatchNorm(3))).weight.requires_grad
@@ -116,8 +116,8 @@ def _layers(net: nn.Module, verb: str) -> Iterator[tuple[str, BatchNorm]]:
     scripted = [name for name, m in net.named_modules() if is_scripted_norm(m, that_updates=True)]
     if scripted and verb == "freeze":
         raise ValueError(
-            f"cannot freeze {', '.join(scripted)}: it is scripted, and train() would unfreeze it; use the module that"
-            " was scripted instead, or pass the other layers to freeze_ one by one"
+            f"cannot freeze {', '.join(scripted)}: it is scripted, and train() would unfreeze it; use the original,"
+            " unscripted module, or pass the other layers to freeze_ one by one"
         )
     if not found:
         raise ValueError(f"nothing to {verb}: the network has no batch normalization layers")

@@ -56,7 +56,8 @@ def takes_activation(layer: nn.Module) -> bool:
     if not isinstance(layer, BatchNorm) or layer.activation.name != "identity" or not is_quiet(layer):
         return False
     if type(layer) in (BatchNorm1d, BatchNorm2d, BatchNorm3d):
-        return True  # before `forward` is read from the class: in compiled code, Dynamo would then guard on the class
+        # Return before reading `forward` from the class: in compiled code, Dynamo would then guard on the class.
+        return True
     forward = type(layer).forward
     if forward is NormAct.forward and isinstance(layer, NormAct):
         return is_plain_identity(layer.drop) and is_plain_identity(layer.act)

@@ -15,7 +15,7 @@ NORMALIZATIONS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
 def own_parameters(norm: nn.Module) -> list[nn.Parameter]:
-    """Return a layer's own parameters, including parametrized ones, but not the parameters of its child modules."""
+    """Return the parameters of a layer and of its parametrizations, but not those of its other child modules."""
     return [p for name, p in norm.named_parameters() if "." not in name or name.startswith("parametrizations.")]
 
 

@@ -75,9 +75,9 @@ class Ghost:
     per feature, the layer's ``on_single`` applies to that group. In compiled code, under torch.func transforms, or if
     the mask is on a GPU, the library does not look for such groups.
 
-    The running variance is updated with sum(m_b var_b) / sum(m_b - 1), the unbiased variance averaged over the groups.
-    Here, m_b is the number of values per feature in group b, and var_b is their biased variance. The average leaves out
-    groups of fewer than two values per feature.
+    The running variance is updated with sum(m_b var_b) / sum(m_b - 1), where m_b is the number of values per feature in
+    group b, and var_b is their biased variance. This is the average of the groups' unbiased variances, weighted by
+    m_b - 1. It leaves out groups of fewer than two values per feature.
 
     Args:
         size: the number of examples in a group, at least 2.
@@ -184,7 +184,7 @@ def count_unmasked(mask: Tensor, groups: int = 1) -> list[int]:
 
 
 def _average(parts: list[Moments]) -> Moments:
-    """Return moments whose mean and unbiased variance are the averages over groups, as in Alg. 2, l. 10."""
+    """Return moments whose mean and unbiased variance are weighted averages over groups, as in Alg. 2, l. 10."""
     count, mean, var = (torch.stack(list(v)) for v in zip(*parts, strict=True))
     count = torch.where(count > 1, count, 0)  # a group of one value has no unbiased variance
     total = count.sum()

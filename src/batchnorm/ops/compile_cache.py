@@ -37,7 +37,7 @@ class Source(NamedTuple):
     flags: tuple[str, ...]
     libraries: tuple[str, ...]  # linker flags, which must follow the source file on the command line
     depends: str  # a part of the cache key that describes everything else that the compiled code depends on
-    load: Callable[[Path], Any]  # loads a compiled library; raises OSError, ImportError or AttributeError
+    load: Callable[[Path], Any]  # loads a compiled library; may raise OSError, ImportError or AttributeError
 
 
 def built(source: Source) -> tuple[Any, str | None]:
@@ -58,8 +58,8 @@ def built(source: Source) -> tuple[Any, str | None]:
                     found = _cached(source, folder, command) or _compile(source, folder, command)
             return found, None
         except (OSError, AttributeError, ImportError) as error:
-            # The cache folder cannot be used: it cannot be created or written to, others can write to it, or libraries
-            # cannot be loaded from it. Compile in a temporary folder instead.
+            # Usually, this error means that the cache folder cannot be created or written to, that other users can
+            # write to it, or that libraries cannot be loaded from it. So compile in a temporary folder instead.
             with tempfile.TemporaryDirectory() as temporary:
                 return _compile(source, Path(temporary), command), str(error)
     except (OSError, AttributeError, ImportError, subprocess.SubprocessError) as error:
@@ -115,7 +115,7 @@ def kept(name: str, depends: object, make: Callable[[], bytes]) -> bytes:
 
 def remember_failure(source: Source, error: Unavailable) -> None:
     """Record that compiling or loading a source failed, so that later calls of :func:`cached` raise the same error."""
-    # Record only errors in compiling or loading the library. Other errors, such as a full disk, may not recur.
+    # Record only a failed compiler run or import. Other errors, such as a timeout, may not recur.
     if isinstance(error.__cause__, subprocess.CalledProcessError | ImportError):
         with suppress(OSError):
             failure = _folder(create=True) / f"{source.path.stem}-{_key(source, _command(source))}.failed"

@@ -39,7 +39,7 @@ def recompute() -> Iterator[None]:
     - outputs of layers that are frozen or in evaluation mode
     - outputs on the path "composite" (see :func:`batchnorm.ops.explain`), for example with a ``mask``
     - outputs of layers that use ``Renorm``, or ``Sync`` over several ranks
-    - outputs that are changed in place
+    - outputs that are changed in place before an operation saves them
     - results of other operations on an output, such as a cast, pooling or an activation that is not fused
     - everything under ``torch.compile``, which decides itself what to recompute
 
@@ -47,7 +47,7 @@ def recompute() -> Iterator[None]:
     context applies.
 
     Raises:
-        RuntimeError: in the backward pass, if a saved tensor has been changed in place.
+        RuntimeError: in the backward pass, if a kept tensor was changed in place after it was saved.
 
     >>> import batchnorm as bn
     >>> from torch import nn
@@ -185,7 +185,7 @@ class Registry:
         return kept
 
     def keep(self, t: Tensor, *, counted: bool = False) -> Kept:
-        """Return an object that holds the tensor or, if there is a recipe for it, only the recipe."""
+        """Return an object that holds the tensor or, if there is a recipe for its current version, only the recipe."""
         kept = Kept(t, counted=counted)
         recipe = self.recipes.get(_address(t))
         if recipe is not None:

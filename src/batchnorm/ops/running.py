@@ -87,7 +87,7 @@ def _update(
     var: Tensor,
     momentum: float | None,
 ) -> None:
-    """Update without synchronizing with the host: a bool tensor on the device says whether to skip the batch."""
+    """Update without synchronizing with the host: a bool tensor on the device says whether to use the batch."""
     if is_recomputation():
         return
     usable = mean.isfinite().all() & var.isfinite().all() & (count > 1)

@@ -11,8 +11,8 @@ So there are three implementations:
 - ``autograd.py`` is the fast path for layers in training. If compiler.py finds a C compiler, most dense float32 batches
   use kernel.c: one call for the forward pass, and one for the backward pass. Most half-precision batches, and float32
   batches on which torch's kernel is faster, use torch's kernel.
-- ``torch_kernels.py`` uses torch's kernel if that is the fastest implementation, for example on small batches and in
-  half precision.
+- ``torch_kernels.py`` uses torch's kernel if that is faster than passes.py, for example on small batches and in half
+  precision.
 - ``passes.py`` handles other dense batches in separate passes for the statistics, the transform and the activation. Its
   backward pass uses torch's kernel if that is fast and accurate enough.
 
@@ -116,8 +116,7 @@ def normalize(call: Call, mean: Tensor, var: Tensor) -> Tensor:
     dtype = statistics_dtype(x)
     mean, var = mean.to(dtype), var.to(dtype)
     wanted = mean.requires_grad or var.requires_grad  # torch's kernel cannot compute these gradients
-    # In half precision, torch's kernel rounds BN(x) before the residual is added, so the sum may get the wrong sign.
-    rounds = residual is not None and x.dtype.itemsize == 2
+    rounds = residual is not None and x.dtype.itemsize == 2  # see `_run`
     if wanted or rounds or not bool((mean.square() <= torch_kernels.CONDITION**2 * (var + eps)).all()):
         return composite.normalize(call, mean, var)
     gamma, beta = (None if v is None else v.to(dtype) for v in (gamma, beta))

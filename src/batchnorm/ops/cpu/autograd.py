@@ -159,7 +159,7 @@ def train_(call: Call) -> Tensor | None:
     moved = 1
     if is_recomputation():
         # Activation checkpointing runs this forward pass again, so the averages have already been updated; let the
-        # kernel update copies. The same kernel must run, because checkpointing expects the same saved tensors.
+        # kernel update copies. Use the kernel of the first run, because checkpointing expects the same saved tensors.
         mean, var, moved = mean.clone(), var.clone(), 0
     before = bytes(means), bytes(variances)
     y, mu, invstd = torch.native_batch_norm(flatten(x, x), gamma, beta, mean, var, True, factor, eps)
@@ -167,7 +167,7 @@ def train_(call: Call) -> Tensor | None:
         # Apply the activation before checking the statistics, while y is in the CPU's cache and before torch's worker
         # threads go to sleep.
         y = activate(y)
-    # `finite` is 0 if all running variances (`var`) are finite, and otherwise NaN, because inf * 0 is NaN. If a
+    # `finite` is NaN if a running variance (`var`) is not finite, because inf * 0 is NaN; usually, it is 0. If a
     # variance of the batch is infinite, the updated running variance is not finite.
     finite = var.dot(invstd).item() * 0.0
     # The norm of mean / std is at most the norm of mean times the norm of 1 / std. Compute the norm itself only if
@@ -263,7 +263,7 @@ def _can_be_added(residual: Tensor, x: Tensor) -> bool:
 
 
 def _is_unsavable(v: Tensor) -> bool:
-    """Return whether autograd would raise an error when it saves ``v``, after the averages have been updated."""
+    """Return whether autograd might refuse to save ``v``; the error would come after the averages are updated."""
     return v.is_inference() and torch.is_grad_enabled()
 
 
@@ -385,6 +385,5 @@ class CompiledFunction(torch.autograd.Function):
         return *grads, dz if of_residual else None, None, None, None
 
 
-# Function.apply checks that no torch.func transform is active and then calls the apply of its base class. Call the
-# base class's apply directly, because train_ has already made this check.
+# Call the apply of Function's base class: Function.apply would check again whether a torch.func transform is active.
 _apply: Callable[..., Tensor] = super(torch.autograd.Function, CompiledFunction).apply

@@ -32,7 +32,7 @@ class Kernels(NamedTuple):
 
     forward: Callable[..., int]
     backward: Callable[..., int]
-    openmp: tuple[int | None, int | None, int | None]  # all None if one of the functions was not found
+    openmp: tuple[int | None, int | None, int | None]  # all None if the library or a function was not found
     uncached: str | None = None  # why the library could not be cached; None if it was cached
 
 
@@ -80,10 +80,7 @@ def _processor() -> str:
 
 
 def _openmp() -> tuple[int | None, int | None, int | None]:
-    """Return the addresses of GOMP_parallel, omp_get_thread_num and omp_get_num_threads in torch's OpenMP library.
-
-    If the library or a function is not found, all three addresses are None.
-    """
+    """Return the addresses of GOMP_parallel, omp_get_thread_num and omp_get_num_threads in torch's OpenMP library."""
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         found = library.GOMP_parallel, library.omp_get_thread_num, library.omp_get_num_threads

@@ -48,10 +48,7 @@ _ALL, _SUMS = (True, True, True), (False, True, True)  # which of dx, dgamma, db
 
 
 class BatchNormFunction(torch.autograd.Function):
-    """Compute (y, mean, var) from (x, gamma, beta, residual), for dense x.
-
-    Per-channel arithmetic uses float64, whose extra cost is negligible.
-    """
+    """Compute (y, mean, var) from (x, gamma, beta, residual), for dense x."""
 
     @staticmethod
     def forward(

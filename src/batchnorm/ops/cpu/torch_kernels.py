@@ -23,8 +23,8 @@ CONDITION = 100.0
 # Torch's kernel computes the statistics of contiguous images in a scalar loop. Up to this many elements per thread, one
 # call of this slow kernel is still faster than the several calls of fast kernels in passes.py.
 IMAGE_ELEMENTS = 200_000
-# For channels_last input with few channels (fewer than VECTOR, see below), torch's kernel is the fastest up to this
-# many elements.
+# For channels_last input with few channels (fewer than VECTOR, see below), torch's kernel is faster than passes.py up
+# to this many elements.
 FEW_ELEMENTS = 16_000
 # For channels_last input, torch's kernels are vectorized if there are at least this many channels.
 VECTOR = 16
@@ -42,9 +42,9 @@ LARGE_HALF = 1 << 20
 
 
 def is_fast(x: Tensor) -> bool:
-    """Return whether torch's kernels are the fastest for ``x``.
+    """Return whether torch's kernels are faster than passes.py for ``x``, and sum accurately enough.
 
-    They are accurate only if the mean is small (see CONDITION).
+    Even then, their output is accurate only if |mean| / std is small (see CONDITION).
     """
     elements, shape = x.numel(), x.shape
     channels = shape[1]
@@ -59,8 +59,8 @@ def is_fast(x: Tensor) -> bool:
         return False  # x is not dense, or is (N, C, L) with adjacent channels, for which torch's kernel is slow
     elif channels < VECTOR:
         return x.dim() > 3 and elements <= FEW_ELEMENTS
-    # Here, the channels are adjacent in memory, and torch's kernel is the fastest at any size. But this kernel adds the
-    # rows one by one in float32, which is inaccurate for many rows; passes.py adds the rows in blocks.
+    # Here, the channels are adjacent in memory, and torch's kernel is faster than passes.py at any size. But it adds
+    # the rows one by one in float32, which is inaccurate for many rows; passes.py adds the rows in blocks.
     return half or elements <= ROWS * channels
 
 
