@@ -72,6 +72,21 @@ def test_a_hook_on_a_container_sees_what_it_saw():
     torch.testing.assert_close(seen[0], seen[1])
 
 
+@pytest.mark.parametrize("between", [nn.Identity(), nn.Dropout(), nn.Flatten(0, 0)])
+@pytest.mark.parametrize("before", [True, False])
+def test_a_hook_between_sees_what_it_saw(between, before):
+    between, norm, seen = copy.deepcopy(between), nn.BatchNorm2d(3), []
+    net = nn.Sequential(conv(), between, norm) if before else nn.Sequential(norm, between, conv())
+    between.register_forward_hook(lambda m, a, out: seen.append(out.clone()))
+    name = "2" if before else "0"
+    folded = check(net)
+    assert "has hooks, which would see other values after folding" in folded.report[name].reason
+    x = image().double()
+    seen.clear()
+    folded(x), net(x)
+    torch.testing.assert_close(seen[0], seen[1])
+
+
 def test_the_convolutions_output_leaves_the_network():
     net = Coded(lambda n, x: (lambda y: (y, n.bn(y)))(n.conv(x)), conv=conv(), bn=nn.BatchNorm2d(3))
     assert "also feeds an output of the network or untraced code" in check(net).report["bn"].reason

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import prod
@@ -185,6 +185,7 @@ def _source(plan: FoldPlan, graph: Graph, call: TracedCall) -> tuple[TracedCall,
             others = ", ".join(str(c) for c in value.consumers if c is not reader)
             unseen = "an output of the network or untraced code, or feeds this layer twice"
             raise Refusal(f"{producer} also feeds {others or unseen}")
+        _check_hooks(value.handed_on)
         module = producer.module
         linear = isinstance(module, TorchBatchNorm) and not has_nonlinear_part(graph, module)
         if is_affine(module) or (linear and module in plan.remaining):
@@ -192,6 +193,7 @@ def _source(plan: FoldPlan, graph: Graph, call: TracedCall) -> tuple[TracedCall,
         if linear and module in plan.gone:
             value = producer.argument(0, "input")
         elif plain_name(producer.name) in MOVING and len(producer.inputs) == 1:
+            _check_hooks([producer])
             moves.insert(0, producer)
             value = producer.inputs[0]
         else:
@@ -209,15 +211,23 @@ def _sinks(
     """
     if value.escapes:
         raise Refusal("its output is an output of the network or is read by untraced code")
+    _check_hooks(value.handed_on)
     for reader in value.consumers:
         if is_affine(reader.module) and reader.inputs == [value]:
             yield reader, moves
         elif isinstance(reader.module, TorchBatchNorm) and layer in plan.gone.get(reader.module, []):
             yield from _sinks(plan, layer, reader.outputs[0], moves)
         elif plain_name(reader.name) in MOVING and reader.inputs == [value]:
+            _check_hooks([reader])
             yield from _sinks(plan, layer, reader.outputs[0], [*moves, reader])
         else:
             raise Refusal(f"its output goes to {reader}")
+
+
+def _check_hooks(calls: Iterable[TracedCall]) -> None:
+    for call in calls:
+        if call.module is not None and has_hooks(call.module):
+            raise Refusal(f"{call} has hooks, which would see other values after folding")
 
 
 def _check_free(graph: Graph, module: nn.Module, reached: set[TracedCall]) -> None:
@@ -226,8 +236,7 @@ def _check_free(graph: Graph, module: nn.Module, reached: set[TracedCall]) -> No
     for other in calls:
         if other not in reached:
             raise Refusal(f"{other} is also called without this layer next to it")
-    if has_hooks(module):
-        raise Refusal(f"{call} has hooks, which would see other values after folding")
+    _check_hooks([call])
     for tensor in module.parameters():
         for reader in graph.readers_of(tensor):
             raise Refusal(f"the weights of {call} are also read by {reader}")
