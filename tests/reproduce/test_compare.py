@@ -136,9 +136,9 @@ def test_a_network_is_needed(folder, capsys):
 
 def test_the_sentence_about_steps_names_what_it_compares():
     # The verdict compares final accuracies, with population statistics; these curves use running averages.
-    for times, ends in ((None, "is not reached before the end."), (2.0, "also reached, in 2.0 times fewer steps.")):
+    for times, ends in ((None, "never reaches this value."), (2.0, "also reached, in 2.0 times fewer steps.")):
         told = _steps(times, (10, 0.444))
         assert told.startswith(
-            "During training, validated with running averages, the best mean accuracy without BN is 44"
+            "In the validations during training, which use running averages, the best mean accuracy without BN is 44"
         )
         assert told.endswith(ends)

@@ -114,9 +114,8 @@ def test_figures_are_made_of_the_files_alone(plan, session, tmp_path, capsys):
 
 def test_a_folder_of_results_that_is_not_there(tmp_path, capsys):
     assert main(["reproduce", "fig2", "--results", str(tmp_path / "no"), "--out", str(tmp_path / "out")]) == 2
-    assert (
-        "no has no result files: add --data DIR to train, or give --results another folder" in capsys.readouterr().err
-    )
+    error = capsys.readouterr().err
+    assert "no has no result files: to train the networks, add --data DIR; to use existing results, give their" in error
     assert main(["reproduce", "fig2", "--out", str(tmp_path / "out")]) == 2  # no results, either
     assert "out/results has no result files" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -149,7 +149,7 @@ def test_result_files_without_probabilities_do_not_count(plan, session, tmp_path
     fig4(Fig4(out=tmp_path / "out", results=tmp_path / "results", plan=plan))
     result = read(tmp_path / "out")
     assert set(result["members"]) == {"apart"}
-    assert result["missing"]["five"].startswith("left out of the ensemble: five.npz is missing; add --data DIR")
+    assert result["missing"]["five"].startswith("left out of the ensemble: five.npz is missing; to compute")
     assert [row["model"] for row in result["rows"][:4]] == ["five", "five", "apart", "apart"]  # still listed on its own
 
 
@@ -316,7 +316,7 @@ def test_other_plans_and_other_data_are_refused(data, plan, session, tmp_path):
 
 def test_one_process(data, plan, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="fig4 runs in one process"):
+    with pytest.raises(ValueError, match="fig4 does not run under torchrun"):
         run(data, plan, tmp_path)
 
 
@@ -377,7 +377,7 @@ def test_the_best_ensemble_is_chosen_by_other_images_than_it_is_judged_by(tmp_pa
     assert figure.statement.startswith("The ensemble of all networks is not measurably better than its best member")
     assert (
         figure4([a, *bad], 32).statement
-        == "At this scale no ensemble of these networks is measurably better than its best member."
+        == "At this scale, no ensemble of these networks is measurably better than the best network."
     )
     assert figure4([a], 32).statement is None
 

@@ -36,9 +36,10 @@ from .publish import label
 QUESTION = "validation accuracy without and with batch normalization, each network at its best learning rate"
 VARIED = ("name", "normalize", "rate", "seed")
 RULE = (
-    "Each network is compared at the rate that gives it the highest mean validation accuracy over seeds. A run that"
-    " diverged counts as 0%. The verdict is inconclusive if the 95% interval of the difference of means contains 0."
-    " Intervals combine the spread of the seeds (Student's t) with the sampling error of the validation images."
+    "Each network is compared at the rate with its highest mean accuracy over seeds, where accuracy is the final"
+    " validation accuracy of the folded network. A run that diverged counts as 0%. The verdict is inconclusive if the"
+    " 95% interval of the difference of means contains 0. Intervals combine the spread of the seeds (Student's t) with"
+    " the sampling error of the validation images."
 )
 
 
@@ -62,9 +63,9 @@ def compare(
     If your network has batch normalization, it is compared with a copy from which batch normalization is
     removed. If it has none, it is compared with a copy into which batch normalization is inserted.
 
-    Each run has its own folder in --out. The default --out is runs/compare-NAME, where NAME is made from --network. At
-    the end, report.html and compare.json are written to --out. After an interruption, run the same command again to
-    resume. If you add rates or seeds, only the missing runs are trained.
+    Each run has its own folder in --out. The default --out is runs/compare-NAME, where NAME is the value of --name or,
+    by default, is made from --network. At the end, report.html and compare.json are written to --out. After an
+    interruption, run the same command again to resume. If you add rates or seeds, only the missing runs are trained.
 
     Args:
         options: data, folder, device and how often to report.
@@ -108,7 +109,7 @@ def compare(
         for kind in changes
     }
     trainings = [job for network in networks.values() for job in network.jobs]
-    # Before any training, raise an error if the folder of a run was created with other settings.
+    # Before any training, raise an error if the folder of a run has other settings or data.
     for one in trainings:
         if (one.folder / "recipe.json").exists():
             claim_folder(one.folder, one.recipe, data, planned_steps=steps)
@@ -132,9 +133,6 @@ def _changes(recipe: Recipe, classes: int) -> dict[bool, Change]:
     """Return the changes that turn the recipe's network into the networks without and with batch normalization.
 
     Both networks are built and folded, to find problems before training.
-
-    Raises:
-        ValueError: if one of the two networks cannot be built or folded, or does not fit the images or the classes.
     """
     has = any(isinstance(m, TorchBatchNorm) for m in recipe.network(classes).modules())
     changes: dict[bool, Change] = {False: "remove", True: "as-is"} if has else {False: "as-is", True: "insert"}
@@ -164,7 +162,7 @@ class TrainingJob:
         return self.options.folder(self.recipe)
 
     def finished(self) -> bool:
-        """Return whether the run is finished."""
+        """Return whether the run has diverged or reached its last step."""
         path = self.folder / "result.json"
         result = read_json(path) if path.is_file() else {"diverged": False, "steps": None}
         return bool(result["diverged"] or result["steps"] == self.steps)
@@ -227,7 +225,7 @@ def interval(values: Sequence[float], images: int) -> tuple[float, float]:
 
 
 def difference(before: Sequence[float], after: Sequence[float], images: int) -> tuple[float, float, float]:
-    """Return the difference of two mean accuracies and the ends of its 95% interval.
+    """Return the mean of ``after`` minus the mean of ``before``, and the ends of the difference's 95% interval.
 
     >>> [round(value, 3) for value in difference([0.5, 0.5, 0.5], [0.75, 0.75, 0.75], 100)]
     [0.25, 0.12, 0.38]
@@ -335,9 +333,12 @@ def _steps(times: float | None, top: tuple[int, float] | None) -> str:
         )
     # Say how the curves were measured: the final accuracies in the verdict use population statistics instead of running
     # averages, so they may be higher than every point of the curves.
-    during = f"During training, validated with running averages, the best mean accuracy without BN is {top[1]:.1%}"
+    during = (
+        "In the validations during training, which use running averages, the best mean accuracy without BN is"
+        f" {top[1]:.1%}"
+    )
     if times is None:
-        return f"{during}; with BN, this accuracy is not reached before the end."
+        return f"{during}; with BN, the mean accuracy never reaches this value."
     how = f"in {times:.1f} times fewer steps" if times > 1 else "but not in fewer steps"
     return f"{during}; with BN, this accuracy is also reached, {how}."
 

@@ -35,7 +35,7 @@ class Experiment:
     processes: int | None = None
     """Number of processes; by default one per core."""
     out: Path = Path("runs")
-    """Folder for the JSON result and its picture; published results are in results/."""
+    """Folder for the JSON result and its picture."""
 
     def __post_init__(self) -> None:
         given = vars(self)

@@ -93,7 +93,7 @@ def verdicts(plan: Plan, finished: Mapping[str, Finished]) -> list[Verdict]:
 
 
 def best_against_best(finished: Mapping[str, Finished]) -> list[Verdict]:
-    """Judge the claims about the number of steps, with every network at the best rate of its own sweep."""
+    """Judge how many times fewer steps BN-Baseline and BN-x5 take than Inception, each at its sweep's best rate."""
     inception = network_of(finished, "inception")
     baseline, x5 = (seeds_of(finished, "best", name) for name in ("bn-baseline", "bn-x5"))
     return [_half_the_steps(inception, baseline), _a_fourteenth_of_the_steps(inception, x5)]
@@ -103,7 +103,7 @@ def decide(holds: Iterable[bool], seeds: int = SEEDS) -> str:
     """Return the verdict on a claim.
 
     Args:
-        holds: one value per seed, or per combination of seeds if networks are compared: whether the claim holds there.
+        holds: whether the claim holds, for each seed or, if networks are compared, for each combination of seeds.
         seeds: the smallest number of seeds of any network involved; below SEEDS, nothing is confirmed or refuted.
 
     >>> decide([True, True]), decide([False, False]), decide([True, False]), decide([])
@@ -133,7 +133,10 @@ def _a_fourteenth_of_the_steps(inception: Seeds, x5: Seeds) -> Verdict:
 def fewer_steps(
     name: str, claim: str, inception: Seeds, network: Seeds, enough: Callable[[float], bool], paper: str
 ) -> Verdict:
-    """Judge, for every pairing of seeds, whether a network reaches Inception's best accuracy in few enough steps.
+    """Judge whether a network reaches Inception's best accuracy in few enough steps.
+
+    Every seed of the network is compared with every seed of Inception. ``enough`` takes Inception's number of steps,
+    divided by the network's, and returns whether the claim holds for this pair of seeds.
 
     Paper: Fig. 3
     """
@@ -151,7 +154,10 @@ def fewer_steps(
 
 
 def slower_start(inception: Seeds, x5: Seeds, x30: Seeds) -> Verdict:
-    """Judge whether BN-x30 takes more steps than BN-x5 to reach Inception's best accuracy.
+    """Judge whether BN-x30 takes more steps than BN-x5 to reach the best accuracy of Inception's mean curve.
+
+    Every seed of BN-x30 is compared with every seed of BN-x5; pairs in which neither reaches this accuracy do not
+    count.
 
     Paper: Sec. 4.2.2, "somewhat slower initially"
     """
@@ -173,7 +179,7 @@ def slower_start(inception: Seeds, x5: Seeds, x30: Seeds) -> Verdict:
 
 
 def ends_higher(x5: Seeds, x30: Seeds) -> Verdict:
-    """Judge whether BN-x30's best accuracy is higher than BN-x5's, for every pairing of seeds.
+    """Judge whether BN-x30's best accuracy is higher than BN-x5's, for every seed of one with every seed of the other.
 
     Paper: Sec. 4.2.2, "a higher final accuracy"
     """
@@ -225,7 +231,7 @@ def how_it_went(run: Finished) -> str:
 
 
 def _how_they_went(network: Seeds) -> str:
-    """Return how the runs of a network went; words that all runs have in common appear only once."""
+    """Return how the runs of a network went; "stayed at chance" or "reached" appears once if it applies to all runs."""
     went = [how_it_went(run) for run in network.runs]
     if len(went) > 1 and len({text.split(" (")[0] for text in went}) == 1 and went[0].endswith(")"):
         return f"{went[0].split(' (')[0]} ({', '.join(text.split(' (')[1][:-1] for text in went)})"
@@ -238,9 +244,9 @@ def wider_range(finished: Mapping[str, Finished]) -> Verdict:
     """Judge whether the network with batch normalization trains at rates at which the network without it does not.
 
     If there are finished runs of BN-Baseline at five times Inception's rate, the claim holds if BN-Baseline trains at
-    that rate and Inception diverges or stays at chance. Otherwise, the sweeps of rates decide: the claim holds if the
-    highest rate that trains is higher with BN. If a sweep has no finished runs, or if the highest rates of the two
-    sweeps differ, the verdict is NOT_RUN.
+    that rate, but Inception with Kaiming's initialization diverges or stays at chance. Otherwise, the sweeps of rates
+    decide: the claim holds if the highest rate that trains is higher with BN. If a sweep has no finished runs, or if
+    the highest rates of the two sweeps differ, the verdict is NOT_RUN.
 
     Paper: Sec. 3.3
     """
@@ -365,7 +371,7 @@ def _top(curve: Curve) -> float:
 
 
 def _listed(pairs: Sequence[float | None]) -> str:
-    """Return the ratios of all pairings of seeds as text; if there are more than four, only the lowest and highest.
+    """Return the ratios of all pairs of seeds as text; if there are more than four pairs, only the lowest and highest.
 
     >>> _listed([2.0, None]), _listed([3.0] * 5 + [2.0]), _listed([2.0] * 6 + [None] * 3), _listed([None] * 9)
     ('2.0, never', '2.0 to 3.0', '2.0 to 2.0, never in 3 of 9', 'never')

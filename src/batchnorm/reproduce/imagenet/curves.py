@@ -88,7 +88,7 @@ def show_init(init: str) -> str:
 
 
 def unnormalized(finished: Mapping[str, Finished]) -> dict[str, Seeds]:
-    """Return Figure 2's runs without batch normalization, keyed by recipe name and the fields that the plan changes."""
+    """Return Figure 2's runs without batch normalization, keyed by recipe and changed fields (except the seed)."""
     networks: dict[str, list[Finished]] = {}
     for one in finished.values():
         recipe = one.run.recipe
@@ -182,8 +182,9 @@ def behind_until(curve: Curve, other: Curve) -> int | None:
 def noise(values: Sequence[float]) -> float | None:
     """Return half the width of the 95% prediction interval for one more run, given the values of earlier runs.
 
-    The half width is t s sqrt(1 + 1/n), where s is the standard deviation of the n values and t is a quantile from
-    STUDENT. The result is None for fewer than two values.
+    The half width is t s sqrt(1 + 1/n), where s is the standard deviation of the n values and t is the quantile
+    in STUDENT for n - 1 degrees of freedom, or for 9 if n is larger than 10. The result is None for fewer than two
+    values.
 
     >>> round(noise([0.48, 0.50, 0.52]), 4)
     0.0993

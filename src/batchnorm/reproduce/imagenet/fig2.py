@@ -107,8 +107,8 @@ class Study:
 class Studies:
     """The studies of the library's plans for Figure 2.
 
-    ``main`` is the study of the default plan. For a plan of your own, ``main`` is the study of that plan, and there are
-    no others.
+    ``main`` is the study of the default plan. For a plan of your own, ``main`` is the study of that plan, and the
+    other studies are None.
     """
 
     main: Study
@@ -139,7 +139,7 @@ class Studies:
 
     @property
     def missing(self) -> dict[str, str]:
-        """The names of the unfinished runs, each with the reason why the run is not finished."""
+        """The names of the unfinished runs, each with the reason."""
         return {name: why for study in self.all.values() for name, why in study.plan.missing(study.finished).items()}
 
 
@@ -374,7 +374,6 @@ def drawn(finished: Mapping[str, Finished]) -> dict[str, tuple[Seeds, str, Any]]
 
 
 def _unnormalized(finished: Mapping[str, Finished], plt: Any) -> Any:
-    """Draw Figure 2's networks that have no batch normalization, including those that the paper could not train."""
     figure, axis = plt.subplots(figsize=(5.6, 2.8))
     tuned, others = tuned_baseline(finished), cycle(OTHERS)
     known = {tuned[0] if tuned else "": TUNED, "inception": LINES["inception"][:2]}

@@ -206,7 +206,7 @@ def on_the_way(finished: Mapping[str, Finished]) -> Section:
 
 
 def best_rates(finished: Mapping[str, Finished]) -> Section:
-    """Tabulate Figure 3 with every network at the best rate of its own sweep."""
+    """Tabulate Inception, BN-Baseline and BN-x5 as in Figure 3, but each at the best rate of its own sweep."""
     inception = network_of(finished, "inception")
     top = best(inception.curve)
     normalized = {name: runs for name in ("bn-baseline", "bn-x5") if (runs := seeds_of(finished, "best", name))}
@@ -222,7 +222,7 @@ def best_rates(finished: Mapping[str, Finished]) -> Section:
 
 
 def failures(finished: Mapping[str, Finished]) -> Section:
-    """Tabulate the two networks that the paper could not train, with Kaiming's and Xavier's initialization.
+    """Tabulate the two networks that the paper could not train, and BN-Baseline at the rate of inception-x5.
 
     Paper: Sec. 4.2.2
     """
@@ -239,7 +239,7 @@ def failures(finished: Mapping[str, Finished]) -> Section:
 
 
 def rates(finished: Mapping[str, Finished]) -> Section:
-    """Tabulate the accuracy at each rate, with and without batch normalization, and compare the best rates.
+    """Tabulate the final accuracy at each rate of the sweeps, with and without batch normalization.
 
     Paper: Sec. 3.3
     """
@@ -249,7 +249,7 @@ def rates(finished: Mapping[str, Finished]) -> Section:
     for rate in sorted({rate for column in columns for rate in column}):
         rows.append([f"{rate:g}", *(show_accuracy(column[rate]) if rate in column else "-" for column in columns)])
     text = _rates_text(sweeps)
-    # Compare the best runs of the sweeps only if there are no runs for the table of `best_rates`.
+    # Compare the networks, each at its best rate, only if the table of `best_rates` does not do this.
     if not seeds_of(finished, "best", "bn-baseline"):
         text += _best_of_the_sweeps(sweeps)
     return Section("Learning rates (Section 3.3)", text, rows)
@@ -309,12 +309,12 @@ def dropout(finished: Mapping[str, Finished]) -> Section:
     )
     overfit = [name for seeds, name in zip(networks, ("without BN", "with BN"), strict=True) if _overfits_most(seeds)]
     if overfit:
-        text += f" With the least dropout, all runs of these networks overfit visibly: {', '.join(overfit)}."
+        text += f" With the least dropout, all runs {' and all runs '.join(overfit)} overfit visibly."
     repeated = _repeated(finished)
     if repeated is not None:
         text += (
-            " Recipes that are also in the table of rates were trained a second time with the same seed. The final"
-            f" accuracies of two such runs differ by up to {100 * repeated:.1f} points, because a GPU does not always"
+            " Some recipes are also in the table of rates, so they were trained twice with the same seed. The final"
+            f" accuracies of the two runs differ by up to {100 * repeated:.1f} points, because a GPU does not always"
             " add numbers in the same order."
         )
     return Section("Dropout (Section 3.4)", text, rows)
@@ -377,7 +377,10 @@ def ran(finished: Mapping[str, Finished]) -> Section:
         pace = "-" if one.steps_per_second is None else f"{one.steps_per_second:g}"
         steps, commit = f"{one.result['steps']:,}", (env["commit"] or "-")[:12]
         rows.append([name, steps, f"{one.seconds:.0f}", pace, machine, env["torch"], commit])
-    text = "Steps/s count training alone; seconds also include startup, validation and the final evaluation."
+    text = (
+        "Steps/s count training alone. Seconds also include validation and the final evaluation, but not the startup"
+        " before the first step."
+    )
     return Section("The runs", text, rows)
 
 

@@ -25,9 +25,10 @@ KEPT = ("recipe", "weights", "crops", "environment")
 class Fig4(Session):
     """Train the six networks of Section 4.2.3, evaluate them with 1 and 144 crops, and write Figure 4 as a table.
 
-    You can spread the members over several sessions and machines, because each member writes its own files: a result
-    file and its class probabilities. To resume after an interruption, run the same command again. The table lists the
-    members that have not run. Without --data, nothing is trained, and the table is made from the members' files.
+    The networks are the members of an ensemble. You can spread them over several sessions and machines, because each
+    member writes its own files: a result file and its class probabilities. To resume after an interruption, run the
+    same command again. The table lists the members that have not run. Without --data, nothing is trained, and the table
+    is made from the members' files.
 
     Paper: Sec. 4.2.3; Fig. 4
     """
@@ -92,8 +93,8 @@ def _check(options: Fig4) -> None:
         )
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ValueError(
-            "fig4 runs in one process, but WORLD_SIZE is above 1: train each member with torchrun ... -m batchnorm"
-            " train --recipe NAME, then run fig4 without torchrun, and give it the runs' folders with --runs"
+            "fig4 does not run under torchrun, but WORLD_SIZE is above 1: train each member with torchrun ... -m"
+            " batchnorm train --recipe NAME, then run fig4 without torchrun, and give it the runs' folders with --runs"
         )
 
 

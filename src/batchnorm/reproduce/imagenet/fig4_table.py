@@ -60,7 +60,7 @@ class Gain(NamedTuple):
     after: float
     standard_error: float
     networks: tuple[str, ...] = ()
-    """the networks of the best ensemble, if the change is to use the best ensemble (see `_best_ensemble`)"""
+    """for the change from the best network to the best ensemble, the ensemble's networks (see `_best_ensemble`)"""
 
     @property
     def verdict(self) -> str:
@@ -95,7 +95,7 @@ class Figure4(NamedTuple):
 
     @property
     def statement(self) -> str | None:
-        """A sentence on whether an ensemble is better than its best member, or None for a single network."""
+        """A sentence on whether an ensemble is better than the best network, or None for a single network."""
         against_best = [step for step in self.steps if "the best of them" in step.name]
         if not against_best:
             return None
@@ -108,7 +108,7 @@ class Figure4(NamedTuple):
                 "The ensemble of all networks is not measurably better than its best member, but an ensemble of some is"
                 f" (by {' and '.join(better)} error)."
             )
-        return "At this scale no ensemble of these networks is measurably better than its best member."
+        return "At this scale, no ensemble of these networks is measurably better than the best network."
 
 
 def figure4(members: Sequence[MemberFiles], size: int) -> Figure4:
@@ -264,7 +264,7 @@ def markdown(
     Args:
         figure: the results of all members, if there are any.
         rows: the rows of single networks.
-        images: a description of the images that were used.
+        images: the numbers of images and networks, as text.
         missing: the names of the missing members, with the reasons why they are missing.
         remarks: further notes.
 

@@ -1,4 +1,4 @@
-"""The plans of Figures 2 to 4: files with the runs, their order and their lengths, committed before training starts."""
+"""The plans of Figures 2 to 4: TOML files that set the runs, their order, length and learning rates."""
 
 from __future__ import annotations
 
@@ -33,16 +33,17 @@ class PlannedRun:
     variant: str
     """the paper's recipe that the run derives from"""
     changed: dict[str, Any]
-    """fields of the recipe that the plan sets for this run"""
+    """fields of the recipe that the run's own entry in the plan changes, with their values"""
     recipe: Recipe
     evaluate_every: int
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The runs in order, and the options that they share."""
+    """The runs of a plan, and the options that they share."""
 
     runs: tuple[PlannedRun, ...]
+    """the runs whose rates are known, in order"""
     waiting: dict[str, str]
     """the names of runs whose rate depends on an unfinished sweep, each with that sweep"""
     best: dict[str, float]
@@ -52,7 +53,7 @@ class Plan:
     evaluate_batch: int
 
     def missing(self, finished: Container[str]) -> dict[str, str]:
-        """Return the names of the unfinished runs, each with the reason why the run is not finished."""
+        """Return the names of the unfinished runs, each with the reason."""
         unrun = {run.name: "not run yet" for run in self.runs if run.name not in finished}
         return unrun | {name: f"waits for {what}" for name, what in self.waiting.items()}
 
@@ -73,8 +74,9 @@ class Plan:
 def read_plan(figure: Literal["fig2", "fig4"], path: Path | None = None, results: Path | None = None) -> Plan:
     """Read a plan for a figure from a TOML file; by default, from the library's plan for the figure.
 
-    A run lasts ``horizon`` epochs, and its rate falls to the fraction ``end_rate`` of the initial rate. Both keys
-    can be set in the run, in its group, or in the table ``train`` for all runs.
+    A run lasts ``horizon`` epochs, and its rate falls to the fraction ``end_rate`` of the initial rate. The run
+    is validated every ``evaluate_every`` steps. These keys can be set in the run, in its group, or in the table
+    ``train`` for all runs.
 
     Rates can come from the sweeps in the group ``rates``. ``rate = "best"`` is the rate with the highest accuracy in
     the sweep of the run's recipe, or of the recipe that ``best_of`` names. In a group with ``base = "inception"``, a
@@ -130,10 +132,9 @@ def read_plan(figure: Literal["fig2", "fig4"], path: Path | None = None, results
 
 
 def _best_rates(sweep: Sequence[dict[str, Any]], results: Path | None) -> dict[str, float | None]:
-    """Return the best rate of each recipe in the sweep.
+    """Return each recipe's best rate: the rate with the highest mean accuracy or, if several have it, the lowest.
 
-    The best rate of a recipe is None if some of the recipe's runs are not finished. Of rates with the same accuracy,
-    the lowest is chosen. A run that diverged counts as accuracy 0.
+    The best rate is None until all runs of the recipe are finished. A run that diverged counts as accuracy 0.
     """
     accuracies: dict[str, dict[float, list[float | None]]] = {}
     for run in sweep:
@@ -170,8 +171,8 @@ def _rate(group: dict[str, Any], run: dict[str, Any], best: dict[str, float | No
     elif "rate" in run or sweep is None:
         if "times" in run:
             raise ValueError(
-                f"{run['name']}: 'times' is only for rates from a sweep: remove it, because this run's rate is not from"
-                " a sweep"
+                f"{run['name']}: 'times' is only for rates from a sweep, but this run's rate is not from one: remove"
+                " 'times'"
             )
         return run.get("rate"), None
     if sweep not in best:

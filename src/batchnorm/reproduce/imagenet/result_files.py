@@ -146,8 +146,8 @@ class MemberFiles(NamedTuple):
         if self.probabilities.is_file():
             return None
         return (
-            f"left out of the ensemble: {self.probabilities.name} is missing; add --data DIR (and --runs, if you used"
-            " it) to compute the file again"
+            f"left out of the ensemble: {self.probabilities.name} is missing; to compute it again, add --data DIR (and"
+            " --runs, if you used it)"
         )
 
     def finished(self) -> bool:
@@ -164,7 +164,7 @@ class MemberFiles(NamedTuple):
             return torch.from_numpy(arrays[f"crops{crops}"]), torch.from_numpy(arrays["labels"])
 
     def write_probabilities(self, found: Mapping[int, Predictions]) -> None:
-        """Write the probabilities.
+        """Write the probabilities for each number of crops, and the labels.
 
         The file stores float32: in float16, small probabilities could become equal, and the top five classes would then
         be ambiguous.
@@ -177,7 +177,7 @@ class MemberFiles(NamedTuple):
 
 
 def read_result(path: Path, keys: Sequence[str]) -> dict[str, Any]:
-    """Return the contents of a result file, or raise ValueError if it lacks one of these keys."""
+    """Return the contents of a result file; raise ValueError if it is not valid JSON or lacks one of these keys."""
     try:
         content = dict(json.loads(path.read_text()))
         if missing := [key for key in keys if key not in content]:
@@ -218,7 +218,7 @@ def curve(records: Sequence[dict[str, Any]]) -> list[Point]:
 
 
 def _seconds(records: Sequence[dict[str, Any]]) -> float:
-    """Return the seconds that all sessions of the run took; the records' clock starts at 0 in each session."""
+    """Return the seconds up to each session's last record, summed; the records' clock starts at 0 in each session."""
     clock = [record["seconds"] for record in records]
     return float(sum(a for a, b in pairwise([*clock, 0.0]) if b < a))
 

@@ -1,4 +1,4 @@
-"""A session: train the runs of a plan, several at a time on one device."""
+"""A session: train the runs of a plan, one or more at a time on one device."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ class Session:
     minutes: float | None = None
     """Save and stop after this many minutes."""
     device: str = "auto"
-    """cpu, cuda, or auto."""
+    """cpu, cuda, or auto (a GPU if there is one)."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """auto is bf16 on a GPU and fp32 on a CPU."""
     cache: Literal["none", "device"] = "device"
-    """With device, the decoded images are kept in device memory."""
+    """--cache device keeps the decoded images in device memory, and stops with an error if they do not fit."""
     workers: int = 2
     """Processes per run that decode images."""
 
@@ -73,7 +73,7 @@ class Session:
         return max(1, (os.cpu_count() or 1) // self.jobs)
 
     def after(self, started: float) -> Self:
-        """Return the options with ``minutes`` reduced by the time since ``started``."""
+        """Return the options with ``minutes`` reduced by the time since ``started``, a :func:`time.monotonic` value."""
         if self.minutes is None:
             return self
         return replace(self, minutes=max(0.0, self.minutes - (time.monotonic() - started) / 60))
@@ -87,7 +87,8 @@ class Session:
             find_device(self.device)
         elif not any(self.result_files.rglob("*.json")):
             raise FileNotFoundError(
-                f"{self.result_files} has no result files: add --data DIR to train, or give --results another folder"
+                f"{self.result_files} has no result files: to train the networks, add --data DIR; to use existing"
+                " results, give their folder with --results"
             )
 
     def open_data(self, plan: Plan) -> tuple[dict[str, Any], dict[str, Finished]]:
@@ -102,20 +103,22 @@ class Session:
     def run(
         self, waiting: Sequence[Job], recipes: Sequence[Recipe], evaluate_batch: int, publish: Callable[[], Path]
     ) -> Path:
-        """Run the jobs, several at a time, then call ``publish`` and return its result.
+        """Run up to ``self.jobs`` jobs at a time, then call ``publish`` and return its result.
+
+        If several jobs run at a time and ``cache`` is "device", the images are first decoded once for all jobs. If
+        several jobs share a GPU and ``precision`` is not "fp32", the bfloat16 convolutions of their networks are first
+        checked.
 
         Args:
             waiting: the jobs.
-            recipes: the jobs' recipes. Before jobs run in parallel, the images are decoded at the recipes' sizes (if
-                ``cache`` is "device"), and the bfloat16 convolutions of the recipes' networks are checked (on a GPU,
-                unless ``precision`` is "fp32").
+            recipes: the recipes of the jobs that train a network.
             evaluate_batch: images per validation batch.
             publish: a function that is called after the jobs, even if some failed or were stopped.
 
         Raises:
             OSError: if a folder is not writable.
-            ValueError: if the environment sets a share of the GPU that was not tested, or if convolutions are wrong at
-                the share that each job gets.
+            ValueError: if the environment sets a GPU share that was not tested, or if convolutions are wrong at the
+                share that each job gets.
             JobsFailedError: if a job failed; the results of the other jobs are kept.
             KeyboardInterrupt: if the jobs were stopped.
         """

@@ -98,7 +98,7 @@ def checked_gpu(
     Nothing is checked if there are fewer than two processes, or if ``precision`` is "fp32".
 
     Raises:
-        ValueError: if one of these two functions raises it.
+        ValueError: if :func:`shared_gpu` or :func:`check_share` raises it.
     """
     with shared_gpu(processes) as shared:
         if processes > 1 and not shared:

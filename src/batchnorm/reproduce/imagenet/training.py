@@ -52,7 +52,7 @@ class Training:
         self.files.write(self.train(), self.data)
 
     def train(self) -> Result:
-        """Train to the end; a run that has already reached its end is only folded and scored again."""
+        """Train to the end; if a run has reached its end, only compute and score its final network again."""
         torch.set_num_threads(self.session.threads)
         options = Options(
             self.session.images,

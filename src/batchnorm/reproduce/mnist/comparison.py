@@ -17,7 +17,7 @@ from .training import Setting, accuracies, held_out
 
 @dataclass(frozen=True)
 class Comparison(Experiment):
-    """Sweep the learning rate with and without BN, then compare the networks at their best rates and at the same rate.
+    """Sweep the learning rate with and without BN, then compare the networks at their best rates and at --equal-rate.
 
     Paper: Sec. 4.1; Fig. 1 a
     """
@@ -104,7 +104,7 @@ def _row(kind: bool, rate: float, runs: Sequence[Sequence[float]], marks: Sequen
 
 
 def draw(result: dict[str, Any], plt: Any) -> Any:
-    """Draw the sweep of the rates, and the test accuracies at the best rates and at the same rate."""
+    """Draw the sweep of the rates, and the test accuracies at the best rates and at the equal rate."""
     figure, axes = plt.subplots(1, 4, figsize=(11, 2.6))
     early = result["sweep"][0]["steps"]
     for k, (axis, mark) in enumerate(zip(axes, early, strict=False)):

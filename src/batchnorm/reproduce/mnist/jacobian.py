@@ -19,7 +19,7 @@ from .training import Setting, digits, order, train_
 
 @dataclass(frozen=True)
 class Jacobian(Experiment):
-    """Measure the singular values of the Jacobians between consecutive layers, with and without BN.
+    """Measure the singular values of the Jacobians between consecutive hidden layers, with and without BN.
 
     A Jacobian is J = d z_hat / d x_hat. Here, x_hat and z_hat are the normalized inputs of the nonlinearities of the
     lower and the upper layer.

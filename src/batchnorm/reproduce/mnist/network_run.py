@@ -205,7 +205,7 @@ class _Watch:
 
 
 def accuracy_steps(steps: int) -> list[int]:
-    """Return the steps at which accuracy is measured: often in the first 5,000 steps, then after every 2% of the run.
+    """Return the steps at which accuracy is measured: often in the first 5,000 steps, and after every 2% of the run.
 
     >>> accuracy_steps(50_000)[:3], len(accuracy_steps(50_000)), accuracy_steps(50_000)[-1]
     ([100, 200, 300], 71, 50000)
@@ -235,7 +235,7 @@ def finish(net: nn.Sequential, setting: Setting, data: MNIST) -> dict[str, Any]:
     """
     accuracies = {"running": accuracy(net, data.test)}
     if setting.batch_norm:
-        # Estimate population statistics from one epoch of mini-batches of the same size as in training.
+        # Estimate population statistics from one epoch of mini-batches that are as large as in training.
         rows = order(setting, len(data.train.images), 0, len(data.train.images) // setting.batch_size)
         estimate_(net, (data.train.images[row] for row in rows.unbind()))
         accuracies["population"] = accuracy(net, data.test)

@@ -24,7 +24,7 @@ STATISTICS = ("skewness", "excess kurtosis", "sparsity")
 
 @dataclass(frozen=True)
 class Placement(Experiment):
-    """Compare networks that have BN before the nonlinearity with networks that have BN after the nonlinearity.
+    """Compare networks that have BN before the nonlinearity with networks that have BN after it.
 
     The comparison covers accuracy, and the distributions of Wu and of the nonlinearity's output.
 

@@ -1,4 +1,4 @@
-"""Section 3.3: BN makes a layer's output independent of the scale of its weights, and limits their growth."""
+"""Section 3.3: BN makes a layer's output independent of the scale of its weights. Does it also limit their growth?"""
 
 from __future__ import annotations
 
@@ -64,7 +64,8 @@ def identity_gaps(u: Tensor, weight: Tensor, gamma: Tensor, beta: Tensor, eps: f
     """Return by how much each of Section 3.3's identities is violated.
 
     Because of eps, the outputs BN(aWu) and BN(Wu) are not exactly equal. The elementwise bound on |BN(aWu) - BN(Wu)| is
-    |gamma x_hat| eps |1 - 1/a^2| / (sigma^2 + eps/a^2). All gradients are computed for one random output gradient.
+    |gamma x_hat| eps |1 - 1/a^2| / (sigma^2 + eps/a^2), where x_hat and sigma are those of Wu. All gradients are
+    computed for one random output gradient.
 
     Returns:
         A dict with four values:
