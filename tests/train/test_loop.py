@@ -263,7 +263,7 @@ def test_validation_without_a_readable_image_is_an_error(data, tmp_path):
     broken = shutil.copytree(data, tmp_path / "broken")
     for file in (broken / "val").rglob("*.png"):
         file.unlink() if file.name == "0.png" else file.write_bytes(b"no image")
-    with pytest.raises(ValueError, match="none of the 9 validation images can be read"):
+    with pytest.raises(ValueError, match="none of the 9 images to score can be read"):
         train_small(broken, tmp_path / "run", small(epochs=1))
 
 

@@ -427,7 +427,7 @@ def _count(jobs: Sequence[NetworkJob]) -> int:
 
 def line(row: Row) -> str:
     """Return a row as one line of text."""
-    start = f"{row['network']:<30} {row['mode']:<8} batch {row['batch']:>3}"
+    start = f"{row['network']:<30} {row['mode']:<15} batch {row['batch']:>3}"
     if "failed" in row:
         return f"{start}: failed: {row['failed']}"
     halved = "" if row["examples"] == row["batch"] else f", only {row['examples']} examples fit into memory"

@@ -285,7 +285,7 @@ def _fine_tuning(r: Result) -> str:
         "Validation accuracy in percent (mean ± standard deviation over seeds) of a network with four convolutions, on"
         f" images of {options['size']} px. The network was trained on {half} classes, to an accuracy of"
         f" {r['first']:.1%}, and then fine-tuned for {options['epochs']:g} epochs on {options['images']} images of each"
-        f" of {half} other classes ([numbers](../results/fine-tuning.json), {machine(r)}).\n\n{table(rows)}"
+        f" of {options['classes'] - half} other classes ([numbers](../results/fine-tuning.json), {machine(r)}).\n\n{table(rows)}"
     )
 
 

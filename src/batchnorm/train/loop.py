@@ -277,7 +277,7 @@ class _Training:
         accuracy = Accuracy.of(self.ranks.sum_(counts))
         if not accuracy.examples:
             raise ValueError(
-                f"{self.options.data}: none of the {batches.num_examples} validation images can be read: replace them"
+                f"{self.options.data}: none of the {batches.num_examples} images to score can be read: replace them"
             )
         return accuracy
 

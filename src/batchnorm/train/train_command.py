@@ -101,7 +101,7 @@ def train(
 
     After an interruption, run the same command again to resume from the last checkpoint. Under torchrun
     (torchrun --nproc-per-node 8 -m batchnorm train ...), each batch is divided among the processes. The exit status is
-    0 if the run finished, 1 if it diverged, and 130 if it was stopped.
+    0 if the run finished, 1 if it diverged, 2 if an option, the data or the folder is wrong, and 130 if it was stopped.
 
     Args:
         recipe: one of the paper's runs; with --network, the run that sets the learning rate, augmentation and all other

@@ -140,7 +140,11 @@ class Studies:
     @property
     def missing(self) -> dict[str, str]:
         """The names of the unfinished runs, each with the reason."""
-        return {name: why for study in self.all.values() for name, why in study.plan.missing(study.finished).items()}
+        return {
+            f"{prefix}{name}": why
+            for prefix, study in self.all.items()
+            for name, why in study.plan.missing(study.finished).items()
+        }
 
 
 def fig2(options: Fig2) -> Path:
