@@ -280,12 +280,13 @@ def _fine_tuning(r: Result) -> str:
             f"**{cell}**" if one["rate"] == best[batch, kind] else cell for one, cell in zip(row, cells, strict=True)
         ]
         rows.append([str(batch), kind, *bold])
-    half = options["classes"] // 2
+    first = options["classes"] // 2
     return (
         "Validation accuracy in percent (mean ± standard deviation over seeds) of a network with four convolutions, on"
-        f" images of {options['size']} px. The network was trained on {half} classes, to an accuracy of"
+        f" images of {options['size']} px. The network was trained on {first} classes, to an accuracy of"
         f" {r['first']:.1%}, and then fine-tuned for {options['epochs']:g} epochs on {options['images']} images of each"
-        f" of {options['classes'] - half} other classes ([numbers](../results/fine-tuning.json), {machine(r)}).\n\n{table(rows)}"
+        f" of {options['classes'] - first} other classes ([numbers](../results/fine-tuning.json), {machine(r)}).\n\n"
+        f"{table(rows)}"
     )
 
 
