@@ -8,7 +8,7 @@
     bn.export(net.eval(), example, "net.onnx")  # the inference network, without batch normalization
 
 Functions such as ``convert`` return a new network and do not change their argument; a trailing underscore, as in
-``estimate_``, means that the network is changed in place. The ``report`` attribute of a returned network says what was
+``estimate_``, means that the network is changed in place. The ``report`` attribute of a new network says what was
 changed and what was not. ``example`` is a batch that the network accepts.
 
 To change a network:
@@ -20,11 +20,11 @@ To change a network:
 To train a network:
 
 - ``BatchNorm1d``, ``BatchNorm2d``, ``BatchNorm3d``: drop-in replacements for the layers of ``torch.nn``, for networks
-  that you write. The constructors take ``activation="relu"``, and the layers also accept ``residual=`` and ``mask=``.
-- ``Sync()``, ``Ghost(32)``, ``Renorm()``: pass one as ``statistics=``. Use ``Sync`` with several GPUs, ``Ghost`` for
-  large batches that should behave like small ones, and ``Renorm`` for small batches.
-- ``freeze_(net)``, ``unfreeze_(net)``: stop or resume updates of the statistics, gamma and beta. Freeze a
-  network to fine-tune it with small batches.
+  that you write. The constructors also take ``activation="relu"``, and calls also take ``residual=`` and ``mask=``.
+- ``Sync()``, ``Ghost(32)``, ``Renorm()``: pass one to a layer as ``statistics=``. Use ``Sync`` with several GPUs,
+  ``Ghost`` for large batches that should behave like small ones, and ``Renorm`` for small batches.
+- ``freeze_(net)``: fix the running statistics, gamma and beta, and normalize by these statistics in training too, for
+  example to fine-tune with small batches. ``unfreeze_(net)`` undoes this.
 - ``param_groups(net, weight_decay)``: parameter groups for an optimizer, without weight decay on gamma and beta.
 - ``recompute()``: to save memory, run the forward pass inside ``with bn.recompute():``.
 - ``Monitor(net)``: record percentiles of the nonlinearities' inputs during training.

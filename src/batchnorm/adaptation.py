@@ -1,4 +1,4 @@
-"""Population statistics for a new domain, from few samples."""
+"""Population statistics for a new domain."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .population import estimate_
 def adapt(
     net: nn.Module, batches: Iterable[Any], *, prior: float = 0.0, forward: network_call.Forward | None = None
 ) -> nn.Module:
-    """Return the network with the population statistics of a new domain; its weights stay the same.
+    """Return a copy of the network with the same weights and the population statistics of a new domain.
 
     New data may differ from the training data, for example if another camera took the images. Often, the same weights
     work on the new data if batch normalization uses the new data's statistics. No labels are needed. With few batches,
@@ -27,7 +27,7 @@ def adapt(
 
         E[x] <- (K E_new[x] + prior E_old[x]) / (K + prior), and the same for Var[x],
 
-    where K is the number of batches, summed over all ranks. ``net`` is not changed.
+    where K is the number of batches, summed over all ranks.
 
     Args:
         net: a trained network, with the statistics of its training data.
@@ -36,14 +36,14 @@ def adapt(
         forward: a function that takes the network and a batch, and calls the network; see :func:`estimate_`.
 
     Returns:
-        The network, with a ``report`` that compares the old statistics with those of the new domain, layer by layer.
+        The copy, with a ``report`` that compares the old statistics with those of the new domain, layer by layer.
 
     Raises:
         ValueError: if ``prior`` is negative or not finite, if it is above 0 and old statistics are not finite, if the
             network cannot be copied, if a copy still uses a part of the original, or for the same reasons as in
             :func:`estimate_`.
-        TypeError: if the network is compiled or data-parallel, or if it cannot be called on the batches; in the second
-            case, pass ``forward=`` to say how to call it.
+        TypeError: if ``net`` is not a network or is a wrapper (compiled or parallel). Also if the network cannot be
+            called on the batches; in this case, pass ``forward=`` to say how to call it.
 
     >>> import torch
     >>> net = nn.Sequential(nn.BatchNorm1d(1))

@@ -179,7 +179,10 @@ def _add_arguments(parser: ArgumentParser, function: Callable[..., Any]) -> Call
 
 
 def _options(kind: Any, default: Any) -> dict[str, Any]:
-    """Return ``add_argument``'s options for a type: str, int, float, Path, bool, Literal, or a sequence of these."""
+    """Return the options of ``add_argument`` for a type.
+
+    The type is str, int, float, Path, bool or Literal, or an optional or a sequence of one of these.
+    """
     options: dict[str, Any] = {} if default is Parameter.empty else {"default": default}
     optional = get_origin(kind) in (Union, UnionType)
     if optional:

@@ -39,7 +39,7 @@ class VerbReport:
     verb: str
     sites: tuple[Site, ...]
     relative_error: float | None = None
-    """max |new - old| / max |old| over the outputs for the example, if outputs were compared."""
+    """The largest max |new - old| / max |old| of the output tensors for the example, if outputs were compared."""
     notes: tuple[str, ...] = field(default=())
     fusion: str = ""
     """A phrase that says how many layers are fused with the sums and activations after them."""
@@ -63,7 +63,7 @@ class VerbReport:
 
     @property
     def summary(self) -> str:
-        """One line that says how many sites were changed, and why the others were not."""
+        """One line that says how many sites were changed and, if the others share a reason, why they were not."""
         noun, action, done = WORDS.get(self.verb, ("site", "done", "done"))
         words = Counter(site.action.partition(" ")[0] for site in self.sites)
         count, maps = words.pop(action, 0), words.pop("fixed", 0)
@@ -83,10 +83,10 @@ class VerbReport:
         return f": {first}" if first and not others else ": the reasons differ" if others else ""
 
     def __str__(self) -> str:
-        """Return the summary, the sites that need an explanation, and the notes."""
+        """Return the summary, the first sites that were not changed or have a reason, and the notes."""
         _, action, _ = WORDS.get(self.verb, ("", "done", ""))
         listed, rest = list(self.sites), 0
-        if self.verb != "insert":  # list all of insert's sites, because a skipped nonlinearity matters too
+        if self.verb != "insert":  # list all of insert's sites: each says whether a layer was normalized
             listed = [site for site in self.sites if site.reason or not site.action.startswith(action)]
             listed.sort(key=lambda site: site.action.startswith((action, "fixed")))
             listed, rest = listed[:LISTED], len(listed[LISTED:])
@@ -135,8 +135,8 @@ class Population:
     def more_batches(self, tolerance: float = 0.05) -> int:
         """Return how many more batches would bring every standard error down to ``tolerance``, or 0 if none are needed.
 
-        The error falls as 1 / sqrt(number of batches). A layer that has seen only one batch has no error estimate, so
-        it counts as needing one more batch.
+        This assumes that errors fall as 1 / sqrt(number of batches). A layer that has seen only one batch has no error
+        estimate, so it counts as needing one more batch.
         """
         more = 0
         for layer in self.layers:

@@ -25,7 +25,7 @@ from .optional_packages import MissingExtraError, check_installed
 class Command(NamedTuple):
     """Describe a subcommand: the function that runs it, what the command does, and example options."""
 
-    function: str  # module:function; the module is imported only when the command runs
+    function: str  # module:function; the module is imported only for this command
     does: str
     example: str
     needs: tuple[str, ...] = ()
@@ -228,7 +228,8 @@ def main(arguments: list[str] | None = None) -> int:
     error that the user can fix, and 130 if the command was stopped, for example with Ctrl-C.
     """
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
-        # A name that the output's encoding lacks must not end a command before all its results are printed.
+        # A character that the output's encoding lacks, for example in a file name, must not end a command before all
+        # its results are printed.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status = _run(sys.argv[1:] if arguments is None else arguments)

@@ -55,7 +55,7 @@ def gather_objects(value: Any, group: distributed.ProcessGroup | None = None) ->
 def check_same_features(features: tuple[int, ...], name: str, group: distributed.ProcessGroup | None = None) -> None:
     """Raise RuntimeError on every rank if the ranks call different layers.
 
-    Without this check, merging statistics would hang, or mix up the statistics of different layers.
+    Without this check, merging statistics could hang, or mix up the statistics of different layers.
     """
     rows = gather_objects((features, name), group)
     if any(row != rows[0] for row in rows):
@@ -73,7 +73,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, flat: Tensor, group: distributed.ProcessGroup | None) -> Tensor:
         ctx.group = group
         # Use all-reduce instead of all-gather, because every backend supports all-reduce. Each rank fills only its own
-        # row, so the other ranks add zeros to this row, which does not change its values.
+        # row, and adds zeros to the other rows.
         rows = flat.new_zeros(world_size(group), flat.numel())
         rows[distributed.get_rank(group)] = flat
         distributed.all_reduce(rows, group=group)

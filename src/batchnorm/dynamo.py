@@ -1,7 +1,7 @@
 """``torch.compile(net, backend="batchnorm")``: fused batch normalization for networks of plain ``torch.nn`` layers.
 
 Dynamo's graph calls ``F.batch_norm``. In training mode, calls that the fused kernels support are replaced with calls to
-this library. Such a call also computes the sum and the activation that follow, if they can be fused. Inductor compiles
+this library. The new calls also compute the sum and the activation that follow, if they can be fused. Inductor compiles
 the changed graph. In evaluation mode, batch normalization is elementwise, and Inductor fuses it without help.
 """
 
@@ -30,7 +30,7 @@ from .graph.patterns import Match, Matcher
 
 log = logging.getLogger(__name__)
 
-# The names of each function's positional arguments, in order. Both functions use the same names, in a different order.
+# The names of each function's positional arguments, in order.
 PARAMETERS: dict[Any, tuple[str, ...]] = {
     F.batch_norm: ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps"),
     torch.batch_norm: ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps"),
@@ -128,7 +128,7 @@ def normalize_batch(
 def move_averages_(averages: list[Tensor], moments: list[Tensor], momentum: float) -> None:
     """Set each running average to (1 - momentum) * average + momentum * moment.
 
-    One call updates many averages, so that Inductor can compile the updates to one kernel.
+    One call updates many averages, so that Inductor can compile the updates into one kernel.
     """
     with torch.no_grad():
         old = [average.to(moment.dtype) for average, moment in zip(averages, moments, strict=True)]

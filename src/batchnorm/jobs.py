@@ -50,7 +50,7 @@ class StopSignal:
 
 @contextmanager
 def stop_signal() -> Iterator[StopSignal]:
-    """Catch SIGTERM and Ctrl-C inside the block, unless it runs in a thread other than the main thread.
+    """Catch SIGTERM and Ctrl-C inside the block, if the block runs in the main thread.
 
     >>> with stop_signal() as stop:
     ...     os.kill(os.getpid(), signal.SIGTERM)
@@ -143,7 +143,6 @@ class _Running:
             display.say(f"{job.name}: started" + (f", {job.steps:,} steps" if job.steps else ""))
 
     def show(self) -> None:
-        """Show the latest progress."""
         for record in self._new():
             self.step = record["step"]
             for key, name in (("val_top1", "validation"), ("accuracy", "accuracy")):
@@ -153,7 +152,6 @@ class _Running:
             self.display.update(self.job.name, self.step, self.text)
 
     def end(self, how: str) -> None:
-        """Show how the job ended."""
         self.show()
         self.display.end(self.job.name, how)
 

@@ -146,7 +146,7 @@ def call(net: nn.Module, batch: Any, forward: Forward | None = None) -> Any:
 
 
 def _misfit(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Return why the network's ``forward`` cannot be called with these arguments, or None if it can."""
+    """Return why the network's ``forward`` cannot be called with these arguments, or None if no reason is known."""
     try:
         inspect.signature(net.forward).bind(*args, **kwargs)
     except TypeError as error:

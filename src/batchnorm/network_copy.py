@@ -48,7 +48,7 @@ def private_copy(net: nn.Module) -> nn.Module:
 
 
 def unwrapped(net: nn.Module) -> tuple[str, nn.Module]:
-    """Return the network inside compiled and parallel wrappers, and the prefix of its layers' names in ``net``."""
+    """Return (prefix, network): the network inside all wrappers, and the prefix of its layers' names in ``net``."""
     prefix = ""
     while (inner := WRAPPERS.get(type(net).__name__)) is not None:
         prefix, net = f"{prefix}{inner}.", getattr(net, inner)
@@ -96,9 +96,9 @@ def copy_with(net: nn.Module, replacements: Mapping[nn.Module, Callable[[Memo], 
     Modules and tensors that occur in several places in the network are shared in the same way in the copy.
 
     ``replacements`` maps each old module to a function that takes the memo of ``copy.deepcopy`` and returns the new
-    module. In such a function, ``copy.deepcopy(part, memo)`` returns a copy that shares parameters with the rest of the
-    new network. The new modules are in the memo before the network is copied, so the copy refers to them everywhere: in
-    children, in plain lists and dicts, and in bound methods.
+    module. To keep a part of the old module, the function calls ``copy.deepcopy(part, memo)``, so that parameters that
+    are shared in the old network are shared in the new one too. The new modules are in the memo before the network is
+    copied, so the copy refers to them everywhere: in children, in plain lists and dicts, and in bound methods.
 
     >>> relu = nn.ReLU(); net = nn.Sequential(relu, nn.Tanh(), relu)
     >>> copy_with(net, {relu: lambda memo: nn.Sigmoid()})
@@ -218,10 +218,7 @@ def _fixed_random_numbers(net: nn.Module, seed: int) -> Iterator[None]:
 
 
 def _held(net: nn.Module) -> dict[int, tuple[str, Any]]:
-    """Return {id: (description, object)} for a network's modules and tensors.
-
-    Modules and tensors in plain lists and objects are included.
-    """
+    """Return {id: (description, object)} for a network's modules and tensors, also those in plain lists and objects."""
     found: dict[int, tuple[str, Any]] = {}
     waiting: list[tuple[str, nn.Module]] = [("", net)]
     while waiting:
@@ -260,7 +257,7 @@ def outputs(
 
 
 def run_copy(net: nn.Module, twin: nn.Module, example: Any, forward: network_call.Forward | None) -> Any:
-    """Run ``twin``, a copy of ``net``, on a copy of the example, as :func:`isolated` does; return its outputs."""
+    """Run ``twin``, a copy of ``net``, on a copy of the example, inside :func:`isolated`; return its outputs."""
     batch = network_call.copy_for(net, example)
     with isolated(net, twin):
         return network_call.call(twin, batch, forward)

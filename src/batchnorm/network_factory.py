@@ -37,9 +37,9 @@ def make_network(name: str, classes: int | None = None) -> tuple[nn.Module, Any]
             timm get it as ``num_classes=``. If None, nothing is passed.
 
     Raises:
-        ValueError: if there is no function or network of this name, or if the function cannot be called with these
-            arguments or does not return a network.
-        UserCodeError: if the module or the function raises an exception.
+        ValueError: if there is no function or network of this name, if an import fails, if the module has a syntax
+            error, or if the function cannot be called with these arguments or does not return a network.
+        UserCodeError: if the module or the function raises another exception.
 
     >>> make_network("torch.nn:Identity")
     (Identity(), None)
@@ -61,8 +61,9 @@ def check_function(name: str) -> None:
     The function is not called. Networks of torchvision and timm are not checked.
 
     Raises:
-        ValueError: if there is no such function, or if it cannot be called.
-        UserCodeError: if the module raises an exception.
+        ValueError: if there is no such function, if an import fails, if the module has a syntax error, or if the
+            function cannot be called.
+        UserCodeError: if the module raises another exception.
     """
     if not is_of_library(name):
         with _importing_from(_folder(name)):
@@ -152,8 +153,8 @@ def _import_file(path: Path) -> Any:
     path = path.resolve()
     if not path.is_file():
         raise ImportError(f"{path} is not a file; relative paths are resolved from the current folder")
-    # The module's name has a digest of the path and the content, so that a file runs once, but again if it has changed,
-    # and files of the same name in different folders do not replace each other in sys.modules.
+    # The module's name has a digest of the path and the content. So a file runs again only if it has changed, and files
+    # of the same name in different folders do not replace each other in sys.modules.
     digest = hashlib.sha256(bytes(path) + b"\0" + path.read_bytes())
     name = f"{path.stem}_{digest.hexdigest()[:8]}"
     if name in sys.modules:

@@ -11,7 +11,7 @@ from typing import Any
 from .optional_packages import MissingExtraError, require
 from .results import read_json, write_atomically
 
-# BLUE stands for networks with batch normalization, and ORANGE for networks without it.
+# In pictures of networks with and without batch normalization, BLUE means with it, and ORANGE without it.
 BLUE, ORANGE, GREEN, GRAY = "#2a6fc9", "#d9622b", "#14835b", "#8b8a84"
 
 

@@ -76,16 +76,16 @@ def estimate_(
 
     Rule "paper": E[x] = E_B[mu_B] and Var[x] = m/(m-1) E_B[sigma_B^2]. If the batches differ in size m, each batch is
     weighted by its m, and Var[x] = sum(m sigma_B^2) / sum(m - 1). In convolutional layers, m counts locations too.
-    Rule "pooled": the mean and the biased variance (divided by N, not by N - 1) of all N samples together.
+    Rule "pooled": the mean and the biased variance (divided by N, not by N - 1) of all N values of a feature together.
 
     All layers except batch normalization run in evaluation mode, so dropout, for example, is off. Frozen batch
-    normalization layers keep their statistics and normalize by them. A layer is frozen if ``freeze_`` froze it, or if
-    it is in evaluation mode inside a network in training mode. The statistics of ``F.batch_norm`` calls outside batch
-    normalization layers are not estimated; the returned report lists these calls. Each estimated layer's
-    ``num_batches_tracked`` is set to the number of averaged batches. All other buffers keep their values; if an
-    exception is raised, all buffers do. Changes that the network's own ``forward`` makes to parameters and attributes,
-    such as ``self.calls += 1``, remain. Call ``estimate_`` once after averaging weights (EMA, SWA), because a network
-    with averaged weights has different statistics.
+    normalization layers keep their statistics and normalize by them. A layer is frozen if ``freeze_`` froze its
+    statistics, or if it is in evaluation mode inside a network in training mode. The statistics of ``F.batch_norm``
+    calls outside batch normalization layers are not estimated; the returned report lists those of the first batch. Each
+    estimated layer's ``num_batches_tracked`` is set to the number of averaged batches. All other buffers keep their
+    values; if an exception is raised, all buffers do. Changes that the network's own ``forward`` makes to parameters
+    and attributes, such as ``self.calls += 1``, remain. Call ``estimate_`` once after averaging weights (EMA, SWA),
+    because a network with averaged weights has different statistics.
 
     In a distributed run, every rank calls ``estimate_`` on its own batches, and every rank gets the statistics of all
     batches. If the network has synchronized layers, all ranks need the same number of batches. With
@@ -107,7 +107,7 @@ def estimate_(
 
     Raises:
         ValueError: if ``rule`` or ``upstream`` is unknown, if there are no layers to estimate, or if ``batches`` is
-            empty, a bare tensor or, with ``upstream="population"``, an iterator.
+            empty, a single batch (a tensor or a dict) or, with ``upstream="population"``, an iterator.
         ValueError: if a moment is not finite, or if a batch has only one value per feature. With
             ``upstream="population"``, such a batch is an error only if it leaves the variance undefined or if the layer
             is called several times.
@@ -115,8 +115,8 @@ def estimate_(
         ValueError: if the network's code is found to call ``layer.forward(x)`` instead of ``layer(x)``.
         ValueError: if a layer has its own forward that never calls ``F.batch_norm`` or the forward of its base class,
             or that normalizes an input whose features do not match the layer's running mean.
-        TypeError: if ``net`` is not a network, or cannot be called on the batches; pass ``forward=`` to say how to call
-            it.
+        TypeError: if ``net`` is not a network. Also if it cannot be called on the batches; in this case, pass
+            ``forward=`` to say how to call it.
 
     >>> net = nn.Sequential(nn.BatchNorm1d(1))
     >>> report = estimate_(net, [torch.tensor([[0.0], [2.0]]), torch.tensor([[4.0], [6.0]])])
@@ -178,7 +178,7 @@ def estimate_(
 
 @contextmanager
 def _without_renorm(layers: Layers) -> Iterator[None]:
-    """Inside the block, normalize by the batch alone; ``Renorm`` would correct toward the old running statistics."""
+    """Inside the block, layers with ``Renorm`` normalize by the batch alone, without the old running statistics."""
     with ExitStack() as stack:
         for layer in layers:
             if isinstance(layer, BatchNorm) and isinstance(layer.statistics, Renorm):
@@ -212,7 +212,7 @@ def _by_depth(
     If a layer is shared, that is, called several times, another layer and the shared layer can depend on each other.
     In this case, the other layer does not wait for the shared layer. All ranks get the same passes.
 
-    Return the passes, the batches for the first pass, and a number of batches that are known to exist: 0 or 1.
+    Return the passes, the batches for the first pass, and how many batches are known to exist: 0 or 1.
     """
     iterator = iter(batches)
     if iterator is batches:
@@ -290,7 +290,7 @@ def _graphs_of_others(
 def _of_all_ranks(
     layers: Layers, above: dict[nn.Module, set[nn.Module]], shared: set[nn.Module]
 ) -> tuple[dict[nn.Module, set[nn.Module]], set[nn.Module]]:
-    """Merge what the ranks found on their own batches."""
+    """Merge ``above`` and ``shared``, which each rank found on its own batches."""
     by_path: dict[str, nn.Module] = {path: m for m, path in layers.items()}
     path_of = {m: path for path, m in by_path.items()}
     mine = {path_of[m]: [path_of[n] for n in found] for m, found in above.items()}, [path_of[m] for m in shared]
@@ -348,11 +348,11 @@ class _Observer:
     """Accumulate the moments of each call of a layer.
 
     A layer of a ``KNOWN`` class in training mode computes the moments itself: with momentum 1, its buffers hold the
-    batch's mean and unbiased variance after the call. For other layers, the observer computes the moments. It also does
-    so for every layer if ``direct`` is true, and for a layer with half-precision buffers, without a batch counter, with
-    its own forward, or with a ``statistics`` object such as ``Sync()``. A layer with its own forward may change its
-    input before normalizing it, so for such a layer the observer records what the layer passes to ``F.batch_norm`` or
-    to ``BatchNorm.forward``.
+    batch's mean and unbiased variance after the call. The observer computes the moments for all other layers, and for
+    layers with half-precision buffers, without a batch counter, with their own forward, or with a ``statistics`` object
+    such as ``Sync()``. If ``direct`` is true, it does so for every layer. A layer with its own forward may change its
+    input before normalizing it, so the observer records what this layer passes to ``F.batch_norm`` or to
+    ``BatchNorm.forward``.
     """
 
     def __init__(self, layer: TorchBatchNorm, path: str, rule: Rule, *, direct: bool) -> None:
@@ -370,7 +370,6 @@ class _Observer:
 
     @contextmanager
     def observing(self) -> Iterator[None]:
-        """Inside the block, record the calls of the layer."""
         layer = self.layer
         with ExitStack() as stack:
             stack.enter_context(layer.register_forward_pre_hook(self._before, with_kwargs=True))

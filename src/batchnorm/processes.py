@@ -31,8 +31,8 @@ class ChildProcess:
 
     def __init__(self, target: Work, *args: Any) -> None:
         self._process = SPAWN.Process(target=target, args=args)
-        # Ignore Ctrl-C until the process sets its own handler. Otherwise, Ctrl-C would print a traceback from each
-        # process that is still importing torch.
+        # Let the new process ignore Ctrl-C until it sets its own handler. Otherwise, Ctrl-C would print a traceback
+        # from each process that is still importing torch.
         with handling(signal.SIGINT, handler=signal.SIG_IGN):
             self._process.start()
 

@@ -45,12 +45,12 @@ def length_of(items: Iterable[object]) -> int | None:
     >>> length_of([1, 2]), length_of(iter([1, 2])), length_of(x for x in [1, 2])
     (2, 2, None)
     """
-    # Some objects, such as a DataLoader of an IterableDataset, have a __len__ that raises TypeError.
+    # length_hint also returns 0 if __len__ raises TypeError, as for a DataLoader of an IterableDataset.
     return length_hint(items) or None
 
 
 class Steps:
-    """Show the steps of a long call on stderr if it takes more than a few seconds; use it in a ``with`` statement.
+    """Show the steps of a call on stderr if the call takes more than a few seconds; use this in a ``with`` statement.
 
     Args:
         label: the name of the call.
@@ -129,8 +129,8 @@ class Display:
         if self.bars is not None:
             self.bars.stop()
         elif exc[0] is None:
-            # `update` prints at most one line every `self.every` seconds, so a task's last line is usually out of date.
-            # Print the task's final state.
+            # `update` prints at most one line per task every `self.every` seconds, so a task's last line is usually out
+            # of date. Print the task's final state.
             for name, shown in self._shown.items():
                 if shown.line not in ("", str(shown)):
                     self.say(f"{name}: {shown}")

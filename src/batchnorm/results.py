@@ -159,7 +159,7 @@ def _cpu() -> str:
 
 
 def _commit() -> str | None:
-    """Return the commit of the source tree, with "-dirty" if files were changed since, or None outside a repository.
+    """Return the commit of the source tree, with "-dirty" if files were changed since, or None if git finds none.
 
     If the environment variable ``BATCHNORM_COMMIT`` is set, return its value instead.
     """

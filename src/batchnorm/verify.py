@@ -56,8 +56,8 @@ def verify(
 ) -> float:
     """Return the relative error of a changed network on an example, or raise ValueError if the error is too large.
 
-    A forward pass may also create or change buffers, and tensors in other attributes of modules. They are compared like
-    the outputs, but the returned error does not include the errors of buffers.
+    A forward pass may also create or change buffers, and tensors in other attributes of modules. These tensors are
+    compared like the outputs, but the returned error does not include the errors of buffers.
 
     If ``tolerance`` is None, the error is first compared with the error that rounding causes in a shallow network. Deep
     networks can amplify rounding, so if the error is larger but finite, the networks are compared again in float64. In
@@ -124,8 +124,6 @@ class _Seen:
 
 @dataclass(frozen=True)
 class _CopyRunner:
-    """Run copies of networks on one example."""
-
     example: Any
     forward: network_call.Forward | None
     training: bool

@@ -616,7 +616,7 @@ def test_a_layer_with_its_own_forward():
     net.bn.running_mean += 9
     found = bn.diagnose(net, data())
     assert not found.findings
-    assert "the inputs of bn, because the class has its own forward" in found.unchecked
+    assert "the inputs of layers whose class has its own forward: bn" in found.unchecked
 
 
 def test_many_layers_are_summarized():

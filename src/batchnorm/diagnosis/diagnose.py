@@ -39,10 +39,10 @@ def diagnose(
             type.
 
     Raises:
-        ValueError: if the network has no batch normalization, if ``batches`` is empty or a bare tensor, if the network
-            cannot be copied, or if a copy still uses a part of the original.
-        TypeError: if the network cannot be called on the batches; pass ``forward=`` to say how to call it. Also if the
-            network is scripted or wrapped (compiled or parallel).
+        ValueError: if the network has no batch normalization, if ``batches`` is empty or a single batch (a tensor or a
+            dict), if the network cannot be copied, or if a copy still uses a part of the original.
+        TypeError: if the network cannot be called on the batches; pass ``forward=`` to say how to call it. Also if
+            ``net`` is not a network, is scripted, or is a wrapper (compiled or parallel).
 
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
     >>> found = diagnose(net, [torch.ones(64, 4) * 10 + torch.randn(64, 4) for _ in range(10)])

@@ -37,7 +37,7 @@ class Layer:
     trains: bool
     """Whether ``net.train()`` puts the layer into training mode."""
     ran_in_training: bool
-    """Whether the layer was in training mode on the batches."""
+    """Whether the layer's copy was in training mode on the batches."""
     inputs: list[MomentAccumulator] = field(default_factory=list)
     """The moments of its inputs: one accumulator for the first call in each forward pass, one for the second, ..."""
     m: float = 0.0
@@ -48,7 +48,7 @@ class Layer:
     """The largest output of each feature."""
     called: bool = False
     single: int = 0
-    """The number of batches that were skipped because of a :class:`SingleValueError`."""
+    """The number of batches that were skipped because they gave this layer a single value per feature."""
     calls: int = 0
     """The number of calls in the current forward pass."""
 
@@ -75,12 +75,12 @@ class Layer:
 
     @property
     def used_batch(self) -> bool:
-        """Whether the layer normalized by the statistics of each batch."""
+        """Whether the layer's copy normalized the batches by their own statistics."""
         return self.module.running_mean is None or (self.ran_in_training and not self.frozen)
 
     @property
     def averages(self) -> list[AveragedMoments]:
-        """The averaged moments of each call in a forward pass."""
+        """The averaged moments of its inputs, as in ``inputs``, without the calls that had no values."""
         return [found for found in (moments.averages() for moments in self.inputs) if found is not None]
 
     def watch(self, twin: nn.Module) -> None:
@@ -165,7 +165,7 @@ def collect(
     """Trace a copy of the network on the first batch, and run another copy on all batches."""
     twin = private_copy(net)
     if isinstance(net, torch.jit.ScriptModule):
-        raise TypeError("the network is scripted or traced: pass the one that you gave to torch.jit.script or trace")
+        raise TypeError("the network is scripted or traced: pass the original network, which you gave to torch.jit")
     iterator = iter(batches)
     first = next(iterator, None)
     if first is None:

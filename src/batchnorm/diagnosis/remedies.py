@@ -24,7 +24,7 @@ def estimate(e: Evidence, layer: Layer) -> str:
 
 
 def convert(layer: Layer) -> str:
-    """Say that a layer of another library must be converted first, or return ""."""
+    """Say that the layer must be converted first, or return "" if it is a layer of this library."""
     return "" if isinstance(layer.module, BatchNorm) else "call bn.convert, and then "
 
 
@@ -34,7 +34,7 @@ def can_be_ours(e: Evidence, layer: Layer) -> bool:
 
 
 def freeze(e: Evidence, layer: Layer) -> str:
-    """Say how to freeze the layer; ``freeze_`` needs running statistics and layers of this library."""
+    """Say how to freeze a layer with running statistics; ``freeze_`` needs a layer of this library."""
     if can_be_ours(e, layer):
         return f"{convert(layer)}freeze it with bn.freeze_, which train() does not undo"
     return "override train() of the network to leave the layer in evaluation mode: bn.convert refuses this layer"

@@ -27,7 +27,7 @@ from .evidence import Evidence, Layer
 MEAN_GAP = 0.25
 """The largest acceptable distance of a running mean from the population mean, in standard deviations."""
 FACTOR = 2
-"""The largest acceptable ratio of a running variance to the population variance, or of the latter to the former."""
+"""The largest acceptable ratio between a running variance and the population variance, the larger over the smaller."""
 SHARE = 0.02
 """The largest acceptable share of features whose running averages are stale."""
 ERRORS = 3
@@ -61,7 +61,7 @@ def not_finite(e: Evidence) -> Iterator[Problem]:
     bad = [layer for layer, kept in averages.items() if not all(b is None or bool(b.isfinite().all()) for b in kept)]
     in_order = _in_order_of_execution(e)
     first = next((layer for layer in in_order if layer.not_finite), None)
-    # A layer that normalizes by bad running averages in training passes an inf or NaN on to the layers after it.
+    # A layer that normalized the batches by bad running averages may be the source of the first inf or NaN.
     before = in_order[: in_order.index(first)] if first is not None else []
     source = next((layer for layer in before if layer in bad and not layer.used_batch), None)
     if broken:
@@ -86,7 +86,7 @@ def not_finite(e: Evidence) -> Iterator[Problem]:
                 "; to prevent this, train with this library's layers (bn.convert), which do not update their averages"
                 " from a batch with inf or NaN"
             )
-        yield layer.path, "its running averages have an inf or NaN, and so do its outputs in evaluation mode", fix
+        yield layer.path, "its running averages have an inf or NaN, so its outputs in evaluation mode are wrong", fix
 
 
 def single_value(e: Evidence) -> Iterator[Problem]:
@@ -135,7 +135,7 @@ def _gaps(layer: Layer, averages: AveragedMoments) -> tuple[float, float, int, i
         return 0.0, 1.0, 0, 0
     running_mean, running_var = layer.module.running_mean.cpu().double(), layer.module.running_var.cpu().double()
     mean, var = population_statistics(averages, "paper")
-    # If there are only a few batches, they may lack rare values, so their variance may be near 0.
+    # Do not divide by `var` alone: a few batches may lack rare values, so their variance may be near 0.
     scale = torch.maximum(var, running_var) + layer.module.eps
     others = averages.batches - 1
     # The more features there are, the further the largest of their errors is from 0.
@@ -165,7 +165,7 @@ def never_updated(e: Evidence) -> Iterator[Problem]:
 
 
 def thaws(e: Evidence) -> Iterator[Problem]:
-    """In a network in training mode, find layers in evaluation mode that ``net.train()`` would set to training."""
+    """In a network in training mode, find layers in evaluation mode that ``net.train()`` would set to training mode."""
     for layer in e.layers:
         if e.net.training and not layer.module.training and layer.updates:
             yield (
@@ -360,7 +360,7 @@ def weight_decay(e: Evidence) -> Iterator[Problem]:
 
 
 def not_trained(e: Evidence) -> Iterator[Problem]:
-    """Find parameters that the optimizer does not know, for example because ``convert`` returned a new network."""
+    """Find trainable parameters that the optimizer lacks, for example because ``convert`` returned a new network."""
     if e.optimizer is None:
         return
     known = {id(p) for group in e.optimizer.param_groups for p in group["params"]}
@@ -435,7 +435,7 @@ def unchecked(e: Evidence) -> Iterator[str]:
         )
     own = [layer.path for layer in e.layers if not layer.standard]
     if own:
-        yield f"the inputs of {', '.join(own)}, because the class has its own forward"
+        yield f"the inputs of layers whose class has its own forward: {', '.join(own)}"
 
 
 def functional_calls(graph: Graph) -> list[TracedCall]:
@@ -466,7 +466,7 @@ def _in_order_of_execution(e: Evidence) -> list[Layer]:
 
 
 def _has_relu(e: Evidence, layer: Layer) -> bool:
-    """Return whether a ReLU is fused into the layer or reads its output in every call."""
+    """Return whether a ReLU is fused into the layer, or is the only reader of the output of each call."""
     fused = getattr(getattr(layer.module, "activation", None), "name", "identity")
     if fused != "identity":
         return fused in ("relu", "relu6")

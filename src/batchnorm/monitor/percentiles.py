@@ -19,8 +19,8 @@ from .sinks import Memory, Sink
 from .taps import Taps, nonlinearities, probing
 
 _COMPILED = (
-    "the monitored network runs in compiled code, which would ignore the monitor's hooks: pass the network that"
-    " torch.compile returned to Monitor (use net = torch.compile(net) instead of net.compile()). If you compile a"
+    "the monitored network runs in compiled code, which would ignore the monitor's hooks: create the Monitor with"
+    " the network that torch.compile returned (use net = torch.compile(net) instead of net.compile()). If you compile a"
     " larger function, use the monitor without a with statement, and call monitor.record(step, batch) outside that"
     " function"
 )
@@ -41,9 +41,9 @@ class Monitor:
 
     Args:
         net: any network. Nonlinearities are found if they are modules or fused into this library's batch normalization.
-        layers: names of the layers to watch. For a nonlinearity, the monitor records the input; for a batch
-            normalization, it records the output before any fused nonlinearity. None watches every nonlinearity or, if
-            none is found, every normalization.
+        layers: names of the layers to watch. For a batch or instance normalization, the monitor records the output
+            before any fused nonlinearity; for any other layer, it records the input. None watches every nonlinearity
+            or, if none is found, every batch and instance normalization.
         percentiles: the percentiles to record, at least two, in ascending order.
         every: steps between records. Each time there are ``points`` records, every second record is dropped and
             ``every`` doubles, so memory is bounded for a run of any length.
@@ -150,7 +150,7 @@ class Monitor:
     def record(self, step: int, batch: Any = None) -> Record:
         """Run ``batch``, or the probe, without side effects; store and return the record.
 
-        Normalizations run in their current mode, and everything else runs in evaluation mode.
+        Batch and instance normalizations run in their current mode, and everything else runs in evaluation mode.
 
         Raises:
             ValueError: if there is no batch, or if the network calls none of the monitor's layers.
@@ -164,7 +164,7 @@ class Monitor:
         return record
 
     def _probe(self, step: int, batch: Any) -> Record | None:
-        """Run a batch, and store and return the record; return None if no layer ran."""
+        """Run a batch, and store and return the record; return None if none of the watched layers ran."""
         seen: dict[str, Percentiles] = {}
         with changed(self, _busy=True), probing(self.net), self._reading(seen):
             # If the network is wrapped, call the inner network: DistributedDataParallel would wait for other ranks.
@@ -236,8 +236,8 @@ def _chosen(net: nn.Module, layers: Sequence[str] | None) -> list[str]:
         layers = nonlinearities(net)
         if not layers:
             raise NothingToRecordError(
-                "the network has no nonlinearity modules and no batch or instance normalization; name the layers to"
-                " watch with layers="
+                "the network has no nonlinearity modules and no batch or instance normalization; use layers= to name"
+                " the layers to watch"
             )
     for name in layers:
         if name not in names or not name:

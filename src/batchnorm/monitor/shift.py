@@ -20,8 +20,7 @@ def drift(records: Sequence[Record], layer: str, of: Literal["z", "x"] = "z") ->
 
     The drift is mean_p |q_p(t) - q_p(s)| / w, where q_p(s) and q_p(t) are the percentiles at consecutive records s
     and t, and w is the distance from the lowest percentile to the highest, averaged over both records. The result has
-    shape (records - 1, units). Multiplying all values by a constant does not change the drift, so rescaling the values
-    cannot reduce it.
+    shape (records - 1, units). Multiplying all values by a constant does not change the drift.
 
     Args:
         records: a monitor's records, in order.
@@ -67,9 +66,9 @@ def gradient_change(net: nn.Module, loss: Callable[[Any, Any], Tensor], batch: A
     """Measure how much each layer's gradient changes if only the layers below it take a gradient step.
 
     For each layer k, the gradient g = dl/dW_k at (W_1, ..., W_K) is compared with g', its value on the same batch at
-    (W_1 - rate dl/dW_1, ..., W_{k-1} - rate dl/dW_{k-1}, W_k, ..., W_K). A layer is a module with parameters, together
-    with the normalization that follows it; layers are in the order of registration. The first layer has no layers below
-    it and is left out. The network is not changed.
+    (W_1 - rate dl/dW_1, ..., W_{k-1} - rate dl/dW_{k-1}, W_k, ..., W_K). A layer is a module with trainable
+    parameters, together with the batch or instance normalizations between it and the next such module. Layers are in
+    the order of registration. The first layer has no layers below it and is left out. The network is not changed.
 
     Args:
         net: any network; it runs in its current mode (training or evaluation).
@@ -115,7 +114,7 @@ def gradient_change(net: nn.Module, loss: Callable[[Any, Any], Tensor], batch: A
 
 
 def _layers(net: nn.Module) -> dict[str, list[str]]:
-    """Group the trainable parameters' names by layer; a normalization belongs to the layer before it."""
+    """Group the trainable parameters' names by layer; a ``TorchNorm`` belongs to the layer before it."""
     groups: dict[str, list[str]] = {}
     for layer, module in net.named_modules():
         names = [f"{layer}.{n}" if layer else n for n, p in module.named_parameters(recurse=False) if p.requires_grad]

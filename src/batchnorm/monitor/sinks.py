@@ -61,8 +61,8 @@ class JSONLines:
     """Append one line of JSON per record: ``{"step": 100, "percentiles": {"sigmoid1": {"z": [...], "x": [...]}}}``.
 
     ``x`` is left out if it is the same as ``z``. Numbers are rounded to five significant digits. If the file has
-    records of an earlier run, the records at or after the new run's first step are removed. An incomplete last line is
-    removed too.
+    records of an earlier run, those at or after the step of the new run's first record are removed. An incomplete last
+    line is removed too.
 
     Args:
         path: the file; its folder is created if needed.

@@ -45,9 +45,10 @@ def _fuses(module: nn.Module) -> bool:
 class Taps:
     """A context manager that calls ``seen(name, z, x)`` each time one of the chosen layers is called.
 
-    For a nonlinearity, z is its input. For a batch normalization, z is its output before any fused nonlinearity; if
-    there is one, the input is normalized a second time to compute z. If z is the output of a batch normalization, x is
-    the input of that layer; if not, x is z. A layer's second call in one pass is reported as ``name#2``.
+    For a batch or instance normalization, z is the output before any fused nonlinearity. If a nonlinearity is fused,
+    the input is normalized a second time to compute z. For any other layer, z is the input. If z is the output of a
+    batch or instance normalization, x is the input of that normalization; if not, x is z. A layer's second call in one
+    pass is reported as ``name#2``.
 
     This context manager adds no communication between ranks.
     """
@@ -101,7 +102,7 @@ class Taps:
             and module.uses_batch_statistics
             and collectives.world_size(statistics.group) > 1
         ):
-            # A second call would wait for the other ranks, which may have no monitor.
+            # A second call of the layer would wait for the other ranks, which may have no monitor.
             module.statistics = _Shown(statistics.group, lambda z: self._report(name, z, x))
 
             def restore(module: BatchNorm, *_: object) -> None:
@@ -133,7 +134,6 @@ class _Shown(Sync):
     def batch_norm(
         self, x: Tensor, gamma: Tensor | None, beta: Tensor | None, eps: float, running: Running | None, **options: Any
     ) -> tuple[Tensor, Moments]:
-        """Normalize by the moments of all ranks' samples."""
         y, moments = super().batch_norm(x, gamma, beta, eps, running, **options)
         with torch.no_grad():
             plain = {**options, "activation": Activation()}
