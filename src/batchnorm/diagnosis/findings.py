@@ -61,7 +61,8 @@ class Diagnosis:
         lines = [self.summary]
         for rule in dict.fromkeys(finding.rule for finding in self.findings):
             found = self.of(rule)
-            count = f" ({len(found)} layers)" if len(found) > 1 else ""
+            layers = sum(finding.path != "" for finding in found)  # other findings are about the whole network
+            count = f" ({layers} layers)" if layers > 1 else ""
             lines.append(f"\n{rule.replace('_', ' ')}{count}")
             lines += [_wrapped(str(finding)) for finding in found[:LISTED]]
             if len(found) > LISTED:
