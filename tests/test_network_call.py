@@ -27,7 +27,9 @@ def test_a_tensor_the_first_of_a_tuple_or_list_a_dict_by_name(wrap):
 
 
 def test_a_shape_is_not_a_batch():
-    with pytest.raises(TypeError, match=r"the batch is the shape \(8, 3\): pass a tensor, such as torch.randn\(8, 3\)"):
+    with pytest.raises(
+        TypeError, match=r"the batch \(8, 3\) looks like a shape: pass a tensor, such as torch.randn\(8, 3\)"
+    ):
         network_call.call(nn.Linear(3, 2), (8, 3))
 
 

@@ -44,7 +44,9 @@ def arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (batch,), {}
     if isinstance(batch, tuple | list) and batch:
         if len(batch) > 1 and all(type(item) is int for item in batch):
-            raise TypeError(f"the batch is the shape {tuple(batch)}: pass a tensor, such as torch.randn{tuple(batch)}")
+            raise TypeError(
+                f"the batch {tuple(batch)} looks like a shape: pass a tensor, such as torch.randn{tuple(batch)}"
+            )
         return (batch[0],), {}
     if isinstance(batch, Mapping):
         return (), dict(batch)

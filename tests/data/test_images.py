@@ -1,4 +1,4 @@
-"""Image batches as a whole: exact epochs and resumption, workers, ranks, the cache, and files that cannot be read."""
+"""Test ImageBatches: epochs, resuming, workers, ranks, the cache, and files that cannot be read."""
 
 import multiprocessing
 import os

@@ -65,7 +65,8 @@ def test_it_loads_without_errors_and_draws(page, tmp_path):
         };""",
     )
     assert found["ready"] == "true"
-    assert [lines for _, lines in found["charts"]] == [2, 1, 1, 2, 2, 2]  # accuracy, two bands, three layers' shift
+    # the chart of the accuracy, two charts with bands, and a chart of the shift for each of three layers
+    assert [lines for _, lines in found["charts"]] == [2, 1, 1, 2, 2, 2]
     assert all(width > 200 for width, _ in found["charts"])
     assert found["bands"] == 2
     assert found["broken"] == 0

@@ -176,7 +176,9 @@ def test_it_goes_on_where_it_was_stopped(data, plan, session, tmp_path):
     code, missing = process.wait(), set(read(tmp_path)["missing"])
     assert missing >= {"ten", "far"}
     assert code == 130 or not missing & set(TWO)  # they may finish before the signal
-    run(data, plan, tmp_path, only=TWO)  # with as many threads as before, so the results are equal bit for bit
+    # `run`, the stopped command and `session` all use --jobs 2. So they use the same number of threads, and the results
+    # are equal bit for bit.
+    run(data, plan, tmp_path, only=TWO)
     assert read(tmp_path)["rows"] == read(session)["rows"]
     for name in TWO:
         assert read(tmp_path, name)["weights"] == read(session, name)["weights"]

@@ -179,4 +179,4 @@ def test_fold_writes_a_run_as_pt2(run, finished, files, tmp_path):
 
 def test_fold_of_a_run_takes_no_weights(finished, tmp_path, refusal):
     words = ["fold", finished, "-o", tmp_path / "net.pt2", "--input", 1, 3, 32, 32]
-    assert "is a folder, so it must be a run, which has its own weights and image size" in refusal(*words)
+    assert "is a folder, and fold reads a folder as a run, which has its own weights and image size" in refusal(*words)

@@ -99,7 +99,7 @@ def count_correct(
 
 
 class Score(NamedTuple):
-    """The errors of a network's class probabilities, over all examples of all ranks.
+    """The errors of a network's class probabilities; in a distributed run, over the examples of all processes.
 
     >>> found = score(torch.tensor([[0.75, 0.25], [0.25, 0.75]]), torch.tensor([0, 0]))
     >>> found.examples, found.top1_error, found.classes

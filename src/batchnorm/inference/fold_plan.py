@@ -336,7 +336,7 @@ def _replayed(x: Tensor, moves: list[TracedCall]) -> Tensor:
 
 
 def _ones_around(features: Tensor) -> tuple[int, int]:
-    """Return how many dimensions of size 1 a tensor of feature indices has before and after its features."""
+    """Count the dimensions of size 1 before the first and after the last dimension along which the indices vary."""
     firsts = (features.narrow(d, 0, min(n, 1)).expand_as(features) for d, n in enumerate(features.shape))
     varied = [d for d, first in enumerate(firsts) if not torch.equal(features, first)]
     if not varied:

@@ -91,7 +91,7 @@ class Monitor:
             raise ValueError(f"every={every}: must be 1 or more")
         ascending = list(percentiles) == sorted(percentiles)
         if not ascending or len(percentiles) < 2 or not 0 <= percentiles[0] <= percentiles[-1] <= 100:
-            raise ValueError(f"percentiles={percentiles}: must be two or more from 0 to 100, in ascending order")
+            raise ValueError(f"percentiles={percentiles}: give at least two numbers from 0 to 100, in ascending order")
         self.net, self.every, self.percentiles, self.probe = net, every, tuple(percentiles), probe
         self.layers = _chosen(net, layers)
         self.sinks, self.step = tuple(sinks), 0

@@ -69,8 +69,8 @@ def fold(
     if is_run:
         if weights is not None or input:
             raise ValueError(
-                f"{network} is a folder, so it must be a run, which has its own weights and image size: remove"
-                " --weights and --input, or give MODULE:FUNCTION"
+                f"{network} is a folder, and fold reads a folder as a run, which has its own weights and image size:"
+                " remove --weights and --input, or give MODULE:FUNCTION instead of the folder"
             )
         run = load(network, trust=trust)
         net, example, metadata = run.trained, example_images(run.preprocessing.size), _metadata(run)
