@@ -125,9 +125,10 @@ def test_a_wrong_shape_gets_one_sentence(folder, shape, says, capsys):
     [
         (
             "w.pt",
-            {"model": {}},
+            {"model": torch.zeros(2)},
             "does not fit mynets:with_example: 7 entries not in the file (0.weight, 0.bias, 1.weight, ...); 1",
         ),
+        ("w.pt", {"model": {}}, "w.pt holds other dicts (model) instead of tensors: save the state dict among them"),
         ("w.pt", {"0.weight": torch.zeros(2)}, "1 entry with a different shape (0.weight)"),
         ("w.pt", torch.zeros(2), "holds a Tensor, not a state dict: save net.state_dict()"),
         ("w.pt", torch.nn.ReLU(), "w.pt holds objects other than tensors"),
