@@ -68,6 +68,8 @@ def refused(words, capsys):
         ("train --recipe bn-x5 --data no --dropout 2", "dropout=2.0: must be from 0 to 1"),
         ("train --recipe bn-x5 --data no --device cpu --graph True", "captures CUDA graphs"),
         (["train", "--recipe", "bn-x5", "--data", "no", "--name", ""], "name is empty"),
+        ("train --recipe bn-x5 --data no --name ../x", "name='../x': must be the name of a folder in runs/"),
+        ("compare --network torchvision:resnet18 --data no --name /x", "name='/x': must be the name of a folder in"),
         ("fold net:make -o net.pt2 --input 99999999999999999999", "the network fails on --input"),
         (
             "fold net:needs -o net.pt2",

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from batchnorm.errors import JobsFailedError
-from batchnorm.jobs import Stopped, _own, run_side_by_side, stop_signal
+from batchnorm.jobs import Stopped, _own, _Running, run_side_by_side, stop_signal
+from batchnorm.progress import Display
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,18 @@ def test_how_jobs_end(tmp_path, capfd):
     assert "good: finished at step 2 of 2, validation 25.00%\n" in shown
     assert "stopped: stopped at step 2 of 2" in shown
     assert "wrong: failed at step 2 of 2" in shown
+
+
+def test_a_resumed_job_may_replace_lines_of_a_killed_one(tmp_path):
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"step": 1, "l')
+    with Display() as display:
+        running = _Running(Sum("one", tmp_path, ()), display)
+        metrics.write_text('{"step": 1, "loss": 0.5}\n')  # the display reads on in the middle of this line
+        running.show()
+        metrics.write_text(metrics.read_text() + '{"step": 2, "loss": 0.4}\n')
+        running.show()
+    assert running.step == 2
 
 
 def refuse_locks(monkeypatch, code):

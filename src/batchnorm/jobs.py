@@ -165,7 +165,15 @@ class _Running:
             new = file.read()
         whole = new[: new.rfind(b"\n") + 1]
         self.position += len(whole)
-        return [json.loads(line) for line in whole.splitlines()]
+        # A resumed run may have replaced lines, so the first new line may be the end of a line.
+        return [record for line in whole.splitlines() if (record := _record(line)) is not None]
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    try:
+        return json.loads(line)  # type: ignore[no-any-return]
+    except ValueError:
+        return None
 
 
 def _do(job: Job) -> None:

@@ -10,7 +10,7 @@ from pictures import encoded, gigantic, smooth
 from PIL import Image
 
 from batchnorm.data.crop_boxes import Box
-from batchnorm.data.decode import CorruptImageError, _load, decode_crop
+from batchnorm.data.decode import CorruptImageError, _load, crop_image, decode_crop
 from batchnorm.optional_packages import MissingExtraError
 
 SIZE = 32
@@ -88,6 +88,18 @@ def test_sixteen_bits_are_scaled_and_not_clipped():
     levels = np.tile(np.linspace(0, 65535, 64).astype(np.uint16), (64, 1))
     data = encoded(Image.fromarray(levels))
     assert_levels(crop(data, size=64)[..., 0], torch.from_numpy(levels // 256).int(), worst=1)
+    swapped = Image.frombytes("I;16B", (64, 64), levels.astype(">u2").tobytes())
+    assert torch.equal(crop(encoded(swapped, "TIFF"), size=64), crop(data, size=64))
+
+
+@pytest.mark.parametrize("mode", ["I", "F"])
+def test_values_of_unknown_range_are_not_clipped(mode):
+    image = Image.new("L", (64, 64), 200).convert(mode)
+    message = rf"the range of its 32-bit values \(mode {mode}\) is unknown"
+    with pytest.raises(CorruptImageError, match=message):
+        crop(encoded(image, "TIFF"))
+    with pytest.raises(CorruptImageError, match=message):
+        crop_image(image, lambda w, h: Box(0, 0, w, h), torch.empty(SIZE, SIZE, 3, dtype=torch.uint8))
 
 
 BROKEN = {

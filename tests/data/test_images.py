@@ -424,3 +424,17 @@ def test_decoded_images_are_kept_for_the_next_time(layout, tmp_path):
     open_images(data, **options)
     assert len(list(options["decoded"].iterdir())) == 2
     assert file.stat().st_mtime_ns == written
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"size": 0}, "size=0: must be 1 or more"),
+        ({"crop_area": (0.5, 0.1)}, r"crop_area=\(0.5, 0.1\): must be two shares"),
+        ({"crop_area": (2, 3)}, r"crop_area=\(2, 3\): must be two shares"),
+    ],
+)
+def test_wrong_arguments_are_named(tmp_path, wrong, says):
+    folder = image_folder(tmp_path, [(40, 40)] * 6)
+    with pytest.raises(ValueError, match=says):
+        open_images(folder, **{"size": 32, "batch_size": 2, "train": True, **wrong})

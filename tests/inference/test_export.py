@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+from full_disk import no_room
 from networks import ZOO, Coded, Residual, scramble_
 from torch import nn
 
@@ -255,3 +256,13 @@ def test_a_missing_extra_is_not_blamed_on_the_network(tmp_path, monkeypatch):
     with pytest.raises(MissingExtraError, match=r"^onnxscript and onnxruntime are not installed; run: pip install"):
         bn.export(net, torch.randn(2, 4), tmp_path / "net.onnx")
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_full_disk_is_named_as_the_reason(tmp_path, name):
+    path = tmp_path / name
+    net = torch.nn.Linear(100, 100).eval()
+    with no_room(1000), pytest.raises(OSError, match="too large") as error:
+        bn.export(net, torch.randn(2, 100), path)
+    assert error.value.filename == str(path)
+    assert not [*tmp_path.iterdir()]

@@ -129,6 +129,16 @@ def test_a_comparison_that_is_stopped_goes_on_later(words, tmp_path, capsys):
     assert not (tmp_path / "compare.json").exists()
 
 
+def test_rates_that_agree_in_six_digits_have_folders_of_their_own(words, tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(
+        "batchnorm.reproduce.compare.run_side_by_side", lambda waiting, **options: started.extend(waiting)
+    )
+    k = words.index("0.01")
+    assert main([*words[:k], "0.1234567", "0.1234568", *words[k + 1 :], "--out", str(tmp_path)]) == 130
+    assert len({job.folder for job in started}) == len(started) == 8
+
+
 def test_a_network_is_needed(folder, capsys):
     assert main(["compare", "--data", str(folder / "images")]) == 2
     assert "nothing to compare: name your own network with --network" in capsys.readouterr().err

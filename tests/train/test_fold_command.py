@@ -1,6 +1,7 @@
 """Test ``batchnorm fold``."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ from safetensors.torch import save_file
 
 from batchnorm.cli import main
 from batchnorm.data.augment import IMAGENET_MEAN, IMAGENET_STD
+from batchnorm.train import checkpoint
 from batchnorm.train.fold_command import fold
 
 FACTORY = """
@@ -125,9 +127,10 @@ def test_a_wrong_shape_gets_one_sentence(folder, shape, says, capsys):
     [
         (
             "w.pt",
-            {"model": {}},
+            {"model": torch.zeros(2)},
             "does not fit mynets:with_example: 7 entries not in the file (0.weight, 0.bias, 1.weight, ...); 1",
         ),
+        ("w.pt", {"model": {}}, "w.pt holds other dicts (model) instead of tensors: save the state dict among them"),
         ("w.pt", {"0.weight": torch.zeros(2)}, "1 entry with a different shape (0.weight)"),
         ("w.pt", torch.zeros(2), "holds a Tensor, not a state dict: save net.state_dict()"),
         ("w.pt", torch.nn.ReLU(), "w.pt holds objects other than tensors"),
@@ -175,6 +178,22 @@ def test_fold_writes_a_run_as_pt2(run, finished, files, tmp_path):
     check_metadata(metadata)
     probabilities = program(run.preprocessing(files)).softmax(1)
     torch.testing.assert_close(probabilities, run.predict(files).probabilities, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("suffix", ["onnx", "pt2"])
+def test_class_names_that_are_not_utf_8(finished, tmp_path, suffix):
+    pytest.importorskip("onnxruntime")
+    run, names = shutil.copytree(finished, tmp_path / "run"), ["caf\udce9", "gr\xfcn", "red"]
+    saved = checkpoint.load_latest(run / "final")
+    checkpoint.save(run / "final", saved.step, saved.model, {**saved.state, "classes": names})
+    output = tmp_path / f"net.{suffix}"
+    assert main(["fold", str(run), "-o", str(output)]) == 0
+    if suffix == "onnx":
+        metadata = pytest.importorskip("onnxruntime").InferenceSession(output).get_modelmeta().custom_metadata_map
+    else:
+        metadata = {"classes": ""}
+        torch.export.load(output, extra_files=metadata)
+    assert json.loads(metadata["classes"]) == names
 
 
 def test_fold_of_a_run_takes_no_weights(finished, tmp_path, refusal):

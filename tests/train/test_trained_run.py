@@ -170,6 +170,13 @@ def test_folders_that_are_no_finished_run(finished, refused, tmp_path):
     assert "unfinished has no final network: its training has not finished" in refused(unfinished)
 
 
+def test_a_run_that_was_extended_and_diverged(finished, refused, tmp_path):
+    run = shutil.copytree(finished, tmp_path / "extended")
+    result = json.loads((run / "result.json").read_text())
+    (run / "result.json").write_text(json.dumps({**result, "diverged": True, "steps": 15}))
+    assert "diverged after the network in its subfolder 'final' was saved, at step 12; use" in refused(run)
+
+
 def test_another_number_of_classes_than_the_weights(finished, refused, tmp_path):
     run = shutil.copytree(finished, tmp_path / "mixed")
     saved = checkpoint.load_latest(run / "final")

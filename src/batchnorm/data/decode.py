@@ -105,13 +105,19 @@ def _load(data: bytes, choose: Choose, size: int) -> tuple[Image, Box, tuple[int
 
 
 def to_rgb(image: Image) -> Image:
-    """Load the image and return it as RGB; transparency is dropped and 16 bits become 8."""
+    """Load the image and return it as RGB; transparency is dropped and 16 bits become 8.
+
+    Raises:
+        ValueError: if the range of the image's values is unknown (modes I and F).
+    """
     if image.mode == "RGB":
         image.load()
         return image
+    # convert() would clip values to 255 instead of scaling them.
+    if image.mode in ("I", "F"):
+        raise ValueError(f"the range of its 32-bit values (mode {image.mode}) is unknown: scale it to 8 or 16 bits")
     if image.mode.startswith("I;16"):
-        # Without this division, convert() would clip the values to 255 instead of scaling them.
-        return image.point(lambda value: value / 256).convert("L").convert("RGB")
+        return image.convert("I").point(lambda value: value / 256).convert("L").convert("RGB")
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
     return image.convert("RGB")

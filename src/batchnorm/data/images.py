@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..errors import at_least
 from .crop_boxes import CROP_AREA
 from .device_cache import DeviceCache, open_decoded
 from .image_sources import ImageSource, open_source
@@ -223,6 +224,9 @@ def open_images(
     """
     if cache not in ("none", "device"):
         raise ValueError(f"cache={cache!r} is unknown: choose 'none' or 'device'")
+    at_least(1, size=size)
+    if not 0 < crop_area[0] <= crop_area[1] <= 1:
+        raise ValueError(f"crop_area={crop_area}: must be two shares of the image's area, the smaller one first")
     where = torch.device(device)
     source = open_source(path, split)
     order = Order(source.shard_sizes, batch_size, train, shuffle, seed, rank, world_size)

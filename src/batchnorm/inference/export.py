@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import logging
 import os
 import tempfile
@@ -24,6 +26,7 @@ from ..progress import Steps
 from ..verify import rounding
 from .fold import READS_VALUES, fold_with_report, warn_of_left
 
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # A protobuf file is limited to 2 GiB; the weights of larger networks go into a second file.
 LARGEST_FILE = 1_900_000_000
 # The file is also checked on a batch larger than the example, because the network's code may branch on the batch size.
@@ -140,11 +143,14 @@ def export(
         except MissingExtraError:
             raise
         except Exception as failure:
+            cause = _first_cause(failure)
+            if isinstance(cause, OSError) and cause.errno in FULL_DISK:
+                raise OSError(cause.errno, cause.strerror, str(path)) from failure
             hint = " (try dynamic_batch=False)" if dynamic_batch else ""
             for note in report.notes:
                 if note.startswith(READS_VALUES):
                     hint = f". {note}; if so, use operations on tensors instead, such as torch.where. Torch's error"
-            why = _first_line(failure)
+            why = str(cause).partition("\n")[0] or type(cause).__name__  # torch adds many lines of debugging advice
             raise ValueError(f"torch cannot export this network to {path.suffix}{hint}: {why}") from failure
         step("running the file")
         errors = _errors(net, run, example, _other_sizes(example) if dynamic_batch else [])
@@ -166,11 +172,10 @@ Writer = Callable[[nn.Module, Any, Path, bool, dict[str, str]], None]
 Loader = Callable[[Path], Callable[[Any], Any]]
 
 
-def _first_line(error: BaseException) -> str:
-    """Return the first line of the error that caused this one; torch's errors have many lines of debugging advice."""
+def _first_cause(error: BaseException) -> BaseException:
     while error.__cause__ is not None:
         error = error.__cause__
-    return str(error).partition("\n")[0] or type(error).__name__
+    return error
 
 
 def _require_tensors(output: Any) -> None:
@@ -260,7 +265,9 @@ def _without_import_warnings() -> Iterator[None]:
 def _write_pt2(net: nn.Module, example: Any, path: Path, dynamic: bool, metadata: dict[str, str]) -> None:
     args, kwargs = network_call.arguments(example)
     program = torch.export.export(net, args, kwargs, dynamic_shapes=_shapes(args, kwargs, dynamic))
-    torch.export.save(program, path, extra_files=metadata)
+    content = io.BytesIO()  # torch ends the process if it cannot write to a file
+    torch.export.save(program, content, extra_files=metadata)
+    path.write_bytes(content.getbuffer())
 
 
 def _load_pt2(path: Path) -> Callable[[Any], Any]:

@@ -95,11 +95,11 @@ def compare(
     data = describe_data(options.data, splits)
     check_writable(out / "compare.json")
     images = data[splits[1]]
-    planned = round(chosen.epochs * -(-data[splits[0]] // chosen.batch_size))
+    planned = chosen.steps(-(-data[splits[0]] // chosen.batch_size))
     steps = planned if options.max_steps is None else min(planned, options.max_steps)
 
     def job(batch_norm: bool, rate: float, seed: int) -> TrainingJob:
-        name = f"{label(batch_norm).replace(' ', '-').lower()}-rate-{rate:g}-seed-{seed}"
+        name = f"{label(batch_norm).replace(' ', '-').lower()}-rate-{_shown(rate)}-seed-{seed}"
         one = replace(chosen, name=name, normalize=changes[batch_norm], rate=rate, seed=seed)
         return TrainingJob(one, replace(options, out=out / name), steps, jobs)
 
@@ -202,7 +202,7 @@ class SeedRuns:
         curves = [dict(curve(read(job.folder / "metrics.jsonl"))) for job in self.jobs]
         middle = mean_curve([list(one.items()) for one in curves])
         edges = [(step, interval([one[step] for one in curves], self.images)) for step, _ in middle]
-        name = f"{label(self.batch_norm)}, rate {self.rate:g}"
+        name = f"{label(self.batch_norm)}, rate {_shown(self.rate)}"
         config = {
             **used(asdict(self.jobs[0].recipe)),
             "name": name,
@@ -318,7 +318,16 @@ def _best(*networks: SeedRuns) -> list[list[str]]:
 def _rates(networks: Mapping[tuple[bool, float], SeedRuns]) -> list[list[str]]:
     cells = {key: f"{seeds.mean:.1%} ({_listed(seeds.accuracies)})" for key, seeds in networks.items()}
     rates = dict.fromkeys(rate for _, rate in networks)
-    return [["rate", label(False), label(True)], *([f"{r:g}", cells[False, r], cells[True, r]] for r in rates)]
+    return [["rate", label(False), label(True)], *([_shown(r), cells[False, r], cells[True, r]] for r in rates)]
+
+
+def _shown(rate: float) -> str:
+    """Return a rate as text that is unique, because it is part of the names of folders.
+
+    >>> _shown(0.10), _shown(0.1234567)
+    ('0.1', '0.1234567')
+    """
+    return short if float(short := f"{rate:g}") == rate else repr(rate)
 
 
 def _listed(accuracies: Sequence[float]) -> str:

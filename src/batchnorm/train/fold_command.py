@@ -114,7 +114,13 @@ def _never_trained(net: nn.Module) -> bool:
 
 def _metadata(run: TrainedRun) -> dict[str, str]:
     values = {"classes": run.classes, **asdict(run.preprocessing), "crop": CENTER_SHARE}
-    return {name: json.dumps(value, ensure_ascii=False) for name, value in values.items()}
+    return {name: _json(value) for name, value in values.items()}
+
+
+def _json(value: object) -> str:
+    """Return JSON that is readable, unless it has names that are not UTF-8, which a file cannot hold unescaped."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if text == text.encode(errors="replace").decode() else json.dumps(value)
 
 
 def _example(net: nn.Module, shape: tuple[int, ...]) -> Tensor:

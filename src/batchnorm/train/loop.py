@@ -135,7 +135,7 @@ class _Training:
 
     @property
     def planned_steps(self) -> int:
-        return round(self.recipe.epochs * len(self.batches))
+        return self.recipe.steps(len(self.batches))
 
     def _plan(self) -> str:
         recipe, ranks = self.recipe, self.ranks

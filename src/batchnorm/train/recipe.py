@@ -18,6 +18,8 @@ from ..models import inception as inception_network
 from ..network_factory import is_of_library
 from .own_network import Change, own_network
 
+MOST_STEPS = 10**10  # more than a run can take; Python cannot print the time left for much larger numbers
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -163,6 +165,21 @@ class Recipe:
             momentum=self.averaging,
             seed=self.seed,
         )
+
+    def steps(self, steps_per_epoch: int) -> int:
+        """Return the number of steps of the run.
+
+        Raises:
+            ValueError: if it is 0 or larger than MOST_STEPS.
+
+        >>> Recipe(epochs=2.5).steps(10)
+        25
+        """
+        steps = round(self.epochs * steps_per_epoch)
+        if not 1 <= steps <= MOST_STEPS:
+            bound = "less than one step" if steps < 1 else f"more than {MOST_STEPS:,} steps"
+            raise ValueError(f"epochs={self.epochs:g}: this is {bound}, because an epoch has {steps_per_epoch:,}")
+        return steps
 
     def rate_at(self, step: int, steps_per_epoch: int) -> float:
         """Return the learning rate at a step: rate * decay^floor(step / (decay_epochs * steps_per_epoch)).

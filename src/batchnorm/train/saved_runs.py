@@ -85,8 +85,18 @@ class SavedRun(NamedTuple):
             ValueError: if the run is unfinished or diverged, or its files are damaged.
         """
         saved = checkpoint.load_latest(self.folder / "final")
+        result = self.folder / "result.json"
+        diverged = result.exists() and read_json(result).get("diverged")
         if saved is None:
-            raise ValueError(f"{self.folder} has no final network: {self._why()}")
+            why = "has not finished, or its subfolder 'final' was removed; run its training command again"
+            if diverged:
+                why = "diverged; use another run"
+            raise ValueError(f"{self.folder} has no final network: its training {why}")
+        if diverged:
+            raise ValueError(
+                f"the training of {self.folder} diverged after the network in its subfolder 'final' was saved, at step"
+                f" {saved.step:,}; use another run"
+            )
         return saved
 
     def _check_recipe(self, trained: Mapping[str, Any]) -> None:
@@ -98,12 +108,6 @@ class SavedRun(NamedTuple):
                     f" {self.folder / 'recipe.json'} has {now.get(name)}: was the recipe edited, or do"
                     " the files come from different runs?"
                 )
-
-    def _why(self) -> str:
-        result = self.folder / "result.json"
-        if result.exists() and read_json(result).get("diverged"):
-            return "its training diverged; use another run"
-        return "its training has not finished, or its subfolder 'final' was removed; run its training command again"
 
 
 def open_run(folder: Path, *, trust: bool = False) -> SavedRun:

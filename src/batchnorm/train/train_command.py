@@ -112,8 +112,6 @@ def train(
     if recipe is None and not overrides.factory:
         raise ValueError("nothing to train: add --recipe, such as bn-x30, or --network for your own network")
     chosen = resolve(RECIPES[recipe or "bn-x5"], overrides)
-    if not chosen.name:
-        raise ValueError("name is empty: give the run a name")
     silent = os.environ.get("RANK", "0") != "0"
     _, note = check_before_training(chosen, options)
     if note is not None and not silent:
@@ -203,7 +201,13 @@ def resolve(recipe: Recipe, overrides: Recipe) -> Recipe:
         raise ValueError(
             f"--network cannot be combined with options of the paper's network: remove {', '.join(papers)}"
         )
-    return replace(chosen, name=_name(chosen)) if chosen.factory and "name" not in given else chosen
+    if chosen.factory and "name" not in given:
+        return replace(chosen, name=_name(chosen))
+    path = Path(chosen.name)
+    if not path.parts or path.is_absolute() or ".." in path.parts:
+        problem = f"name={chosen.name!r}: must be the name of a folder in runs/" if chosen.name else "name is empty"
+        raise ValueError(f"{problem}: give the run another name")
+    return chosen
 
 
 def _name(own: Recipe) -> str:

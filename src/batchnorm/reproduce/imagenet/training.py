@@ -41,7 +41,7 @@ class Training:
     def steps(self) -> int:
         """The number of training steps."""
         recipe, examples = self.files.run.recipe, int(self.data["train"])
-        return round(recipe.epochs * -(-examples // recipe.batch_size))
+        return recipe.steps(-(-examples // recipe.batch_size))
 
     def finished(self) -> bool:
         """Return whether the result file exists."""
