@@ -146,6 +146,24 @@ def test_the_argument_has_the_name_that_sequentials_give_it():
     assert torch.equal(net(input=x), net(x))
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"norm": "layer"}, "norm='layer' is unknown: choose 'batch' or None"),
+        ({"stem": "wide"}, "stem='wide' is unknown: choose 'separable' or 'plain'"),
+        ({"projection": 64}, "projection=64 is unknown: choose 96 or 128"),
+        ({"init": "zeros"}, "init='zeros' is unknown"),
+        ({"activation": "gelu"}, "activation='gelu' is unknown"),
+        ({"classes": 0}, "classes=0"),
+        ({"width": 0.0}, "width=0.0"),
+        ({"init_scale": float("inf")}, "init_scale=inf"),
+    ],
+)
+def test_unknown_values(given, message):
+    with pytest.raises(ValueError, match=message):
+        inception(**given)
+
+
 def test_refusals():
     with pytest.raises(ValueError, match="32 px or more, not 31"):
         inception(size=31)

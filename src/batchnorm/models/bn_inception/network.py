@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ...errors import above, at_least
 from ...graph.kinds import is_quiet, is_watched
 from ...layers import BatchNorm2d
 from .blocks import InceptionModule, InceptionRow, SeparableConv2d, Unit, scaled
@@ -91,8 +92,8 @@ def inception(
         seed: seed of the initial weights; None draws from torch's global generator.
 
     Raises:
-        ValueError: if ``size`` is below 32, if ``per_activation`` names an unknown module, or if ``per_activation`` is
-            given without normalization.
+        ValueError: if an argument has an unknown value or a number that is too small, if ``per_activation`` names an
+            unknown module, or if ``per_activation`` is given without normalization.
 
     >>> net = inception(classes=10, size=32)
     >>> net.eval()(torch.zeros(1, 3, 32, 32)).shape
@@ -100,6 +101,18 @@ def inception(
 
     Paper: Appendix; Sec. 4.2; Sec. 4.2.3 (per activation, larger initial weights)
     """
+    known: dict[str, tuple[object, tuple[object, ...]]] = {
+        "norm": (norm, ("batch", None)),
+        "activation": (activation, ("relu", "sigmoid")),
+        "stem": (stem, ("separable", "plain")),
+        "projection": (projection, (96, 128)),
+        "init": (init, ("kaiming", "xavier")),
+    }
+    for name, (given, choices) in known.items():
+        if given not in choices:
+            raise ValueError(f"{name}={given!r} is unknown: choose {' or '.join(map(repr, choices))}")
+    at_least(1, classes=classes)
+    above(0, width=width, init_scale=init_scale)
     unknown = set(per_activation) - {row.name for row in APPENDIX}
     if size < 32:
         raise ValueError(f"the network takes images of 32 px or more, not {size}: choose a larger size")
