@@ -88,6 +88,28 @@ def test_distributed_data_parallel_on_cpu():
             torch.testing.assert_close(result[name], p.grad, rtol=1e-4, atol=1e-5)
 
 
+def compiled_rank(rank, world_size, sizes):
+    made = layer()
+    compiled = torch.compile(made, backend="aot_eager", fullgraph=True)
+    x, dy = (t.split(sizes)[rank] for t in whole(sum(sizes)))
+    x = x.clone().requires_grad_()
+    y = compiled(x)
+    y.backward(dy)
+    return y.detach(), x.grad, made(x.detach())  # the last call runs eagerly
+
+
+def test_compiled_layers():
+    sizes = [5, 2]
+    results = on_ranks(2, compiled_rank, sizes)
+    assert not any(isinstance(r, str) for r in results), results
+    x, dy = whole(sum(sizes))
+    x.requires_grad_()
+    y = layer()(x)
+    y.backward(dy)
+    for found, want in zip(zip(*results, strict=True), (y, x.grad, y), strict=True):
+        torch.testing.assert_close(torch.cat(found), want, rtol=1e-4, atol=1e-5)
+
+
 def mismatched(rank, world_size):
     bn.BatchNorm1d(3 + rank, statistics=bn.Sync())(torch.randn(4, 3 + rank))
 

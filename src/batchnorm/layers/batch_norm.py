@@ -217,7 +217,13 @@ class BatchNorm(TorchBatchNorm):
 
     def _check_ranks(self) -> None:
         """Check once that all ranks call the same layer; otherwise an all-reduce could hang or mix different layers."""
-        if isinstance(self.statistics, Sync) and not self._ranks_checked:
+        if not isinstance(self.statistics, Sync):
+            return
+        if torch.compiler.is_compiling():
+            # Compiled code cannot make this check. If a rank later runs this layer eagerly, it must skip the check,
+            # because the other ranks would not take part.
+            self._ranks_checked = True
+        elif not self._ranks_checked:
             if collectives.world_size(self.statistics.group) > 1:
                 collectives.check_same_features(_as_tuple(self.num_features), path_of(self), self.statistics.group)
             self._ranks_checked = True
