@@ -110,6 +110,16 @@ def test_compiled_layers():
         torch.testing.assert_close(torch.cat(found), want, rtol=1e-4, atol=1e-5)
 
 
+def evaluated_rank(rank, world_size):
+    x = whole(6)[0].split([4, 2])[rank]
+    made = bn.BatchNorm1d(3, track_running_stats=False, statistics=bn.Sync()).eval()
+    torch.testing.assert_close(made(x), nn.BatchNorm1d(3, track_running_stats=False)(x))
+
+
+def test_ranks_evaluate_alone_even_without_running_averages():
+    assert on_ranks(2, evaluated_rank) == [None, None]
+
+
 def mismatched(rank, world_size):
     bn.BatchNorm1d(3 + rank, statistics=bn.Sync())(torch.randn(4, 3 + rank))
 
