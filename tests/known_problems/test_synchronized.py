@@ -3,7 +3,7 @@
 import pytest
 import torch
 from ranks import on_ranks
-from torch import nn
+from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import batchnorm as bn
@@ -118,6 +118,20 @@ def evaluated_rank(rank, world_size):
 
 def test_ranks_evaluate_alone_even_without_running_averages():
     assert on_ranks(2, evaluated_rank) == [None, None]
+
+
+def grouped_rank(rank, world_size):
+    group = distributed.new_group([0])
+    try:
+        return bn.BatchNorm1d(3, statistics=bn.Sync(group))(torch.randn(4, 3)).shape
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_rank_outside_the_group_gets_a_sentence():
+    inside, outside = on_ranks(2, grouped_rank)
+    assert inside == (4, 3)
+    assert outside.startswith("rank 1 is not in the process group whose ranks share statistics")
 
 
 def mismatched(rank, world_size):
