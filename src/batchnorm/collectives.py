@@ -11,10 +11,20 @@ from .ops import Moments
 
 
 def world_size(group: distributed.ProcessGroup | None = None) -> int:
-    """Return the number of ranks in ``group``, or 1 outside of distributed runs."""
+    """Return the number of ranks in ``group``, or 1 outside of distributed runs.
+
+    Raises:
+        ValueError: if this rank is not in the group.
+    """
     if not distributed.is_available() or not distributed.is_initialized():
         return 1
-    return distributed.get_world_size(group)
+    size = distributed.get_world_size(group)
+    if size < 0:
+        raise ValueError(
+            f"rank {distributed.get_rank()} is not in the process group whose ranks share statistics: pass Sync a group"
+            " that this rank is in"
+        )
+    return size
 
 
 def rank() -> int:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from ranks import on_ranks
-from torch import nn
+from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import batchnorm as bn
@@ -86,6 +86,52 @@ def test_distributed_data_parallel_on_cpu():
     for result in results:
         for name, p in net.named_parameters():
             torch.testing.assert_close(result[name], p.grad, rtol=1e-4, atol=1e-5)
+
+
+def compiled_rank(rank, world_size, sizes):
+    made = layer()
+    compiled = torch.compile(made, backend="aot_eager", fullgraph=True)
+    x, dy = (t.split(sizes)[rank] for t in whole(sum(sizes)))
+    x = x.clone().requires_grad_()
+    y = compiled(x)
+    y.backward(dy)
+    return y.detach(), x.grad, made(x.detach())  # the last call runs eagerly
+
+
+def test_compiled_layers():
+    sizes = [5, 2]
+    results = on_ranks(2, compiled_rank, sizes)
+    assert not any(isinstance(r, str) for r in results), results
+    x, dy = whole(sum(sizes))
+    x.requires_grad_()
+    y = layer()(x)
+    y.backward(dy)
+    for found, want in zip(zip(*results, strict=True), (y, x.grad, y), strict=True):
+        torch.testing.assert_close(torch.cat(found), want, rtol=1e-4, atol=1e-5)
+
+
+def evaluated_rank(rank, world_size):
+    x = whole(6)[0].split([4, 2])[rank]
+    made = bn.BatchNorm1d(3, track_running_stats=False, statistics=bn.Sync()).eval()
+    torch.testing.assert_close(made(x), nn.BatchNorm1d(3, track_running_stats=False)(x))
+
+
+def test_ranks_evaluate_alone_even_without_running_averages():
+    assert on_ranks(2, evaluated_rank) == [None, None]
+
+
+def grouped_rank(rank, world_size):
+    group = distributed.new_group([0])
+    try:
+        return bn.BatchNorm1d(3, statistics=bn.Sync(group))(torch.randn(4, 3)).shape
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_rank_outside_the_group_gets_a_sentence():
+    inside, outside = on_ranks(2, grouped_rank)
+    assert inside == (4, 3)
+    assert outside.startswith("rank 1 is not in the process group whose ranks share statistics")
 
 
 def mismatched(rank, world_size):

@@ -51,6 +51,12 @@ def test_merging_keeps_digits_of_a_large_mean():
     assert (got.mean.double() - x.double().mean(0)).abs().max() <= 1 / 16
 
 
+def test_merging_reads_no_values_on_the_host():
+    parts = Moments(torch.tensor([2.0, 3.0]), torch.randn(2, 4), torch.rand(2, 4))
+    compiled = torch.compile(merge, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(parts), merge(parts))
+
+
 def test_unbiased_variance():
     x = torch.randn(7, 3, dtype=torch.float64)
     torch.testing.assert_close(moments_of(x).unbiased_var, x.var(0))

@@ -179,7 +179,8 @@ class BatchNorm(TorchBatchNorm):
         running = self._running()
         if running is None:
             self._count_without_averages()
-        if self.statistics is not None:
+        # As in torch.nn.SyncBatchNorm, ranks do not wait for each other in evaluation mode.
+        if self.statistics is not None and (self.training or not isinstance(self.statistics, Sync)):
             self._check_ranks()
             y, moments = self.statistics.batch_norm(input, self.weight, self.bias, self.eps, running, **options)
             if running is not None:
@@ -217,7 +218,13 @@ class BatchNorm(TorchBatchNorm):
 
     def _check_ranks(self) -> None:
         """Check once that all ranks call the same layer; otherwise an all-reduce could hang or mix different layers."""
-        if isinstance(self.statistics, Sync) and not self._ranks_checked:
+        if not isinstance(self.statistics, Sync):
+            return
+        if torch.compiler.is_compiling():
+            # Compiled code cannot make this check. If a rank later runs this layer eagerly, it must skip the check,
+            # because the other ranks would not take part.
+            self._ranks_checked = True
+        elif not self._ranks_checked:
             if collectives.world_size(self.statistics.group) > 1:
                 collectives.check_same_features(_as_tuple(self.num_features), path_of(self), self.statistics.group)
             self._ranks_checked = True
@@ -280,7 +287,7 @@ class BatchNorm(TorchBatchNorm):
         Raises:
             ValueError: if the batch, or a group of ``Ghost``, has one value per feature and ``on_single`` is "error".
         """
-        if isinstance(self.statistics, Sync) and collectives.world_size(self.statistics.group) != 1:
+        if self.training and isinstance(self.statistics, Sync) and collectives.world_size(self.statistics.group) != 1:
             return False  # the statistics are over all ranks, and other ranks may have more values
         dims = len(_as_tuple(self.num_features))
         m = input.shape[0] * prod(input.shape[1 + dims :])

@@ -33,7 +33,8 @@ class Sync:
 
     The forward pass merges the ranks' counts, means and variances with one all-reduce. The backward pass sums the
     gradients of these moments with another all-reduce. ``Sync`` works on CPU (gloo) and CUDA (nccl), also under
-    DistributedDataParallel. In a single process, ``Sync`` computes Algorithm 1.
+    DistributedDataParallel. In a single process, ``Sync`` computes Algorithm 1. In evaluation mode, ranks do not
+    exchange statistics, even if the layer has no running averages.
 
     Args:
         group: the process group whose ranks share statistics; None means the default group.

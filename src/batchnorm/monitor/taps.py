@@ -99,6 +99,7 @@ class Taps:
         statistics, x = module.statistics, _input(args, kwargs)
         if (
             isinstance(statistics, Sync)
+            and module.training
             and module.uses_batch_statistics
             and collectives.world_size(statistics.group) > 1
         ):

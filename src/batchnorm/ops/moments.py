@@ -108,7 +108,8 @@ def merge(parts: Moments) -> Moments:
     weight = counts / count.clamp(min=1)
     means = torch.where(seen, parts.mean, 0)
     # Average the differences from one part's mean, so that no precision is lost if all means are large.
-    base = means[parts.count.argmax()].detach()
+    # Use `index_select`, because `means[index]` would read the index on the host.
+    base = means.index_select(0, parts.count.argmax().reshape(1))[0].detach()
     delta = torch.where(seen, means - base, 0)
     shift = (weight * delta).sum(0)
     between = (weight * (delta - shift).square()).sum(0)

@@ -114,12 +114,12 @@ def normalize(call: Call, mean: Tensor, var: Tensor) -> Tensor:
     """Normalize a non-empty CPU tensor by given statistics, with torch's kernel if it is accurate enough."""
     x, gamma, beta, eps, activation, residual, *_ = call
     dtype = statistics_dtype(x)
-    mean, var = mean.to(dtype), var.to(dtype)
+    mean, var = mean.to(dtype).contiguous(), var.to(dtype).contiguous()
     wanted = mean.requires_grad or var.requires_grad  # torch's kernel cannot compute these gradients
     rounds = residual is not None and x.dtype.itemsize == 2  # see `_run`
     if wanted or rounds or not bool((mean.square() <= torch_kernels.CONDITION**2 * (var + eps)).all()):
         return composite.normalize(call, mean, var)
-    gamma, beta = (None if v is None else v.to(dtype) for v in (gamma, beta))
+    gamma, beta = (None if v is None else v.to(dtype).contiguous() for v in (gamma, beta))
     # Do not use F.batch_norm: in torch 2.11, it raises an error if eps is 0.
     y = torch.batch_norm(flatten(x, x), gamma, beta, mean, var, False, 0.0, eps, False)
     if residual is not None:

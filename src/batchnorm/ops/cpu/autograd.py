@@ -32,7 +32,7 @@ from ..running import Kept
 from ..torch_state import is_plain, is_recomputation
 from . import torch_kernels
 from .compiler import kernels
-from .torch_kernels import flatten, stored_like, unflatten
+from .torch_kernels import flatten, stored_like, unflatten, without_gaps
 
 _f32 = torch.float32
 
@@ -162,7 +162,7 @@ def train_(call: Call) -> Tensor | None:
         # kernel update copies. Use the kernel of the first run, because checkpointing expects the same saved tensors.
         mean, var, moved = mean.clone(), var.clone(), 0
     before = bytes(means), bytes(variances)
-    y, mu, invstd = torch.native_batch_norm(flatten(x, x), gamma, beta, mean, var, True, factor, eps)
+    y, mu, invstd = torch.native_batch_norm(flatten(x, x), without_gaps(gamma), beta, mean, var, True, factor, eps)
     if activate is not None:
         # Apply the activation before checking the statistics, while y is in the CPU's cache and before torch's worker
         # threads go to sleep.

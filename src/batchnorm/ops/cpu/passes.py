@@ -144,7 +144,7 @@ def _fast_backward(ctx: Any, dy: Tensor | None, dmean: Tensor | None, dvar: Tens
             at = _transform(layout, wide, ctx.scale, beta, residual, ctx.mean, torch.empty_like(wide))
         g = _activation_backward(ctx.activation, stored_like(dy, wide), None if at is None else at.to(wide.dtype))
         if needs[0] and dmean is None and dvar is None and layout.has_kernel(x):
-            gamma = None if gamma is None else gamma.to(wide.dtype)
+            gamma = None if gamma is None else gamma.to(wide.dtype).contiguous()
             return *layout.kernel(g, wide, gamma, ctx.mean, ctx.invstd), g
         sums = layout.reduce(g, wide, ctx.mean, ctx.invstd)
         dgamma, dbeta = (_tensor(v, wide.dtype) for v in sums)

@@ -70,7 +70,7 @@ def run(call: Call, constant_moments: bool) -> tuple[Tensor, Moments] | None:
     dtype = statistics_dtype(x)
     channels = x.shape[1]
     m = x.numel() // channels
-    gamma = gamma if gamma is None or gamma.dtype == dtype else gamma.to(dtype)
+    gamma = without_gaps(gamma if gamma is None or gamma.dtype == dtype else gamma.to(dtype))
     beta = beta if beta is None or beta.dtype == dtype else beta.to(dtype)
     # The kernel returns 1/sqrt(var + eps), from which a variance much smaller than eps cannot be recovered. But the
     # kernel also updates a running variance. If that is 0 before the call, and the momentum is (m-1)/m, then after the
@@ -122,6 +122,15 @@ def unflatten(y: Tensor, x: Tensor) -> Tensor:
     if y.dim() == x.dim():
         return y
     return y.view(x.movedim(1, -1).shape).movedim(-1, 1) if y.dim() == 2 else y.view(x.shape)
+
+
+def without_gaps(v: Tensor | None) -> Tensor | None:
+    """Return ``v`` (C,), copied unless it is contiguous.
+
+    If the channels are adjacent in memory, torch's backward kernel reads gamma, and at inference the mean and variance,
+    as if they were contiguous, whatever their strides.
+    """
+    return v if v is None or v.is_contiguous() else v.contiguous()
 
 
 def stored_like(t: Tensor, x: Tensor) -> Tensor:
