@@ -277,8 +277,8 @@ _held = False
 def device_turn() -> Iterator[None]:
     """Inside the block, hold the lock of the workers that share a device; if there is no such lock, do nothing."""
     global _held
-    # If this process holds the lock already, do not wait for it. A backward pass runs in a separate thread, and would
-    # wait forever for the thread that started it.
+    # If this process holds the lock already, do not wait for it. The holder may be a thread that waits for a backward
+    # pass, which runs in this thread, so both would wait forever.
     if _lock is None or _held:
         yield
         return

@@ -1,4 +1,4 @@
-"""fvcore's ``update_bn_stats`` loses the variance next to a large mean, and leaves Dropout on.
+"""fvcore's ``update_bn_stats`` computes a wrong variance if the mean is large, and leaves Dropout on.
 
 ``estimate_`` does neither. The tests that call fvcore run only if it is installed; in CI, only a weekly job
 installs it.

@@ -111,7 +111,7 @@ def test_what_is_not_finite(stride, dtype, device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_places_are_inside_the_image_and_of_the_largest_value(dtype, device):
-    """Even for infinite values, saved positions are inside the image, so the second derivative can read there."""
+    """The second derivative reads x at the saved positions, so they must be inside the image, also if x has inf."""
     for shape in ((2, 6, 5, 7), (1, 3, 2, 2), (1, 4, 1, 1)):
         x = values(shape, dtype, device, False)
         x.movedim(1, -1).view(-1)[::5] = float("inf")

@@ -292,7 +292,7 @@ def test_mean_far_from_zero(format, mean, bound):
 @pytest.mark.parametrize("shape", [(64, 16, 56, 56), (4, 2, 512, 400), (8, 96, 72, 72)])
 def test_many_values_per_channel(shape, format):
     # If 200,000 values of mean 3 were added one by one in float32, the relative error would be about 1e-5. In
-    # channels_last, at most 8192 rows are added in this way; on one thread, the error is about 1e-6.
+    # channels_last, at most 8192 rows are added in this way, so with one thread, the error is about 1e-6.
     x = draw(*shape, mean=3.0, format=format)
     _, moments = cpu.run(Call(x, None, None, EPS))
     x64 = rows(x.double())

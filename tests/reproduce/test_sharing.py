@@ -96,7 +96,7 @@ def test_every_number_of_processes_gets_a_share_that_was_checked():
 def test_a_share_that_was_not_checked_is_refused(service, monkeypatch):
     monkeypatch.setenv(SHARE, "33")
     with (
-        pytest.raises(ValueError, match=f"{SHARE}=33 is not a share at which .* set it to 25, 50 or 100"),
+        pytest.raises(ValueError, match=f"{SHARE}=33: torch's convolutions may be wrong .* set it to 25, 50 or 100"),
         shared_gpu(6),
     ):
         pass

@@ -37,7 +37,7 @@ def test_files_that_cannot_be_read_are_named_at_the_end(finished, tmp_path, file
     assert main([*map(str, words), "--device", "cpu"]) == 1
     out, err = capsys.readouterr()
     assert [line.partition(": ")[0] for line in out.splitlines()] == [*map(str, files[:2]), "probabilities"]
-    first, second = err.splitlines()[-2:]  # on a slow machine, progress precedes them
+    first, second = err.splitlines()[-2:]  # on a slow machine, lines of progress come before these
     assert first == "batchnorm predict: 1 of 3 images could not be read:"
     assert second.startswith(f"  {tmp_path}/text.png cannot be read as an image")
     assert [row[0] for row in csv.reader(output.read_text().splitlines())] == ["image", *map(str, files[:2])]

@@ -398,8 +398,8 @@ class _Typed:
             return type(self)
         if not isinstance(self, Attribute) and self.tracer.is_tensor(self.node):
             return Tensor
-        # If the calling code has no type check, the reader of __class__ must be a C++ function of torch that checks its
-        # arguments. For isinstance() with an abstract class, __class__ is read in abc.py, not in the user's code.
+        # Only C++ functions of torch and type checks read __class__, so code without a type check has called such a
+        # function. isinstance() with an abstract class reads __class__ in abc.py, not in the user's code.
         if _caller() != "abc" and not _asks_for_types(sys._getframe(1).f_code):
             return type(self)
         raise Untraceable("its code checks the type of a value")

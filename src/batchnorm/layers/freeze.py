@@ -65,8 +65,9 @@ def unfreeze_(net: Network, *, statistics: bool = True, affine: bool = True) -> 
         affine: train gamma and beta again.
 
     Raises:
-        ValueError: if the network has no batch normalization, or ``torch.nn`` batch normalization. With ``affine``,
-            also if a gamma or beta was parametrized after it was frozen. After an error, the network is unchanged.
+        ValueError: if the network has ``torch.nn`` batch normalization, or no batch normalization at all. With
+            ``affine``, also if a gamma or beta was parametrized after it was frozen. After an error, the network is
+            unchanged.
         TypeError: if ``net`` is not a network.
 
     >>> unfreeze_(freeze_(BatchNorm(3))).weight.requires_grad

@@ -186,8 +186,8 @@ def _load_weights(net: nn.Module, model: dict[str, Tensor], folder: Path, classe
         )
     if problems := checkpoint.difference(expected, model):
         raise ValueError(
-            f"the weights in {folder / 'final'} do not fit the network of {folder / 'recipe.json'}: {problems}; was"
-            f" {f'{factory} or ' if factory else ''}the recipe edited, or do the files come from different runs?"
+            f"the weights in {folder / 'final'} do not fit the network of {folder / 'recipe.json'}: {problems}. Either"
+            f" {f'{factory} or ' if factory else ''}the recipe was edited, or the files come from different runs"
         )
     net.load_state_dict(model)
 

@@ -12,9 +12,9 @@ from ...ops.cuda.schedule import power_up, up
 from ...ops.torch_state import is_forward_mode, is_unseen
 
 CHANNELS = 8  # number of output channels per program of the forward kernel
-# A program of the backward kernel loads the composed weight's gradient for one input channel as a single tile, with one
-# filter per output channel. The number of filters and their size are padded to powers of two. LARGEST is the maximum
-# number of values of the padded tile.
+# Each program of the backward kernel loads a tile: the composed weight's gradient for one input channel, which has one
+# filter per output channel. The number of filters and their size are padded to powers of two. A padded tile may have
+# at most LARGEST values.
 LARGEST = 2**14
 
 

@@ -256,9 +256,9 @@ class _Dense(ABC):
 class Matrix(_Dense):
     """View memory as a matrix in which each column belongs to one channel; a row has the shape (period, C, run).
 
-    If the channels are adjacent (channels_last), ``run`` is 1, and a row holds ``period`` positions, so that rows can
-    be long even if there are few channels. In a contiguous tensor with few locations, ``period`` is 1, ``run`` is the
-    number of locations, and each channel has ``run`` adjacent columns.
+    If the channels are adjacent (channels_last), ``run`` is 1, and a row holds the channels of ``period`` positions.
+    So rows can be long even if there are few channels. In a contiguous tensor with few locations, ``period`` is 1,
+    ``run`` is the number of locations, and each channel has ``run`` adjacent columns.
     """
 
     period: int

@@ -63,7 +63,7 @@ def shared_gpu(processes: int) -> Iterator[bool]:
     share = os.environ.setdefault(SHARE, str(share_of(processes)))
     if share not in map(str, SHARES):
         raise ValueError(
-            f"{SHARE}={share} is not a share at which convolutions are known to be correct: set it to"
+            f"{SHARE}={share}: torch's convolutions may be wrong with this percentage; set it to"
             f" {', '.join(map(str, SHARES[:-1]))} or {SHARES[-1]}, or unset it"
         )
     # Turn off kernels whose thread blocks wait for each other: they could deadlock if other processes occupy the GPU.

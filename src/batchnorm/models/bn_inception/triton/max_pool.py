@@ -399,7 +399,7 @@ def window_gradient(
     The middle of each window is BELOW rows below its pixel and BESIDE columns to the right. BELOW and BESIDE are -1, 0
     or 1.
     """
-    # A pixel's position is UP in the window below it (BELOW is 1), and DOWN in the window above it (BELOW is -1).
+    # Seen from the window below a pixel (BELOW is 1), the pixel is UP; from the window above it (BELOW is -1), DOWN.
     PLACE: tl.constexpr = (0 if BELOW == 0 else UP if BELOW == 1 else DOWN) + (
         0 if BESIDE == 0 else LEFT if BESIDE == 1 else RIGHT
     )

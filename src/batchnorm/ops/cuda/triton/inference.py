@@ -38,9 +38,9 @@ def normalize_rows(
 ):  # fmt: skip
     """Normalize channels-last rows by given statistics; each program processes V channels of P rows.
 
-    A row has the values of all channels at one location of one example. C and the row strides are multiples of A. They
-    are passed divided by A and multiplied by A here, so that the compiler knows that they are multiples of A and can
-    use wide loads and stores.
+    A row has the values of all channels at one location of one example. C and the row strides are multiples of A. The
+    caller divides them by A, and the kernel multiplies them by A again. So the compiler knows that they are multiples
+    of A, and can use wide loads and stores.
     """
     C = C * A
     slices = (C + V - 1) // V
