@@ -314,8 +314,10 @@ def _run(
     with ExitStack() as stack:
         for observer in observers:
             stack.enter_context(observer.observing())
-        if any(m.training and _is_synchronized(m) for m in net.modules()):
-            batches = _equal_on_all_ranks(batches)
+        if any(m.training and is_synchronized(m) for m in net.modules()):
+            batches = equal_on_all_ranks(
+                batches, " or, if the network calls each synchronized layer only once, use upstream='population'"
+            )
         for number, batch in enumerate(batches):
             watched = functional if number == 0 or functional.observers else nullcontext()
             with network_call.at_index(number, batch), watched:
@@ -323,12 +325,16 @@ def _run(
     return number + 1
 
 
-def _is_synchronized(module: nn.Module) -> bool:
+def is_synchronized(module: nn.Module) -> bool:
+    """Return whether a layer computes its training statistics over all ranks."""
     return isinstance(getattr(module, "statistics", None), Sync) or isinstance(module, nn.SyncBatchNorm)
 
 
-def _equal_on_all_ranks(batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield the batches; if ranks have different numbers of batches, raise ValueError instead of hanging."""
+def equal_on_all_ranks(batches: Iterable[Any], otherwise: str = "") -> Iterator[Any]:
+    """Yield the batches; if ranks have different numbers of batches, raise ValueError instead of hanging.
+
+    ``otherwise`` is what the caller can do instead of leaving out batches, for the message.
+    """
     iterator = iter(batches)
     for number in count():
         batch = next(iterator, iterator)
@@ -337,7 +343,7 @@ def _equal_on_all_ranks(batches: Iterable[Any]) -> Iterator[Any]:
             raise ValueError(
                 f"rank {left.index(False)} has {number} batches, but rank {left.index(True)} has more: synchronized"
                 " layers need the same number of batches on every rank; the network was not changed. Leave out the"
-                " surplus batches or, if the network calls each synchronized layer only once, use upstream='population'"
+                f" surplus batches{otherwise}"
             )
         if not any(left):
             return

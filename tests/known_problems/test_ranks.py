@@ -128,6 +128,20 @@ def test_synchronized_layers_refuse_ranks_with_different_numbers_of_batches():
         assert "rank 0 has 2 batches, but rank 1 has more" in message, message
 
 
+def diagnosing_rank(rank, world_size):
+    net = nn.Sequential(bn.BatchNorm1d(3, statistics=bn.Sync()), nn.ReLU()).double()
+    try:
+        bn.diagnose(net, list(data(rank)[: 1 + rank]))
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+def test_diagnose_refuses_ranks_with_different_numbers_of_batches():
+    for message in on_ranks(2, diagnosing_rank):
+        assert "rank 0 has 1 batches, but rank 1 has more" in message, message
+
+
 @pytest.mark.parametrize(("upstream", "surplus"), [("batch", 0), ("population", 1)])
 def test_synchronized_layers_are_estimated_over_all_ranks(upstream, surplus):
     found, other = on_ranks(2, synchronized_rank, upstream, surplus)

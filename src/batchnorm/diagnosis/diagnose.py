@@ -40,7 +40,8 @@ def diagnose(
 
     Raises:
         ValueError: if the network has no batch normalization, if ``batches`` is empty or a single batch (a tensor or a
-            dict), if the network cannot be copied, or if a copy still uses a part of the original.
+            dict), if the network cannot be copied, or if a copy still uses a part of the original. Also if the network
+            has synchronized layers and ranks have different numbers of batches.
         TypeError: if the network cannot be called on the batches; pass ``forward=`` to say how to call it. Also if
             ``net`` is not a network, is scripted, or is a wrapper (compiled or parallel).
 

@@ -20,6 +20,7 @@ from ..layers import BatchNorm, Ghost, Sync
 from ..layers.norm_act import NormAct
 from ..network_copy import SharedWithOriginalError, isolated, private_copy
 from ..ops.moments import AveragedMoments, MomentAccumulator, batch_moments
+from ..population import equal_on_all_ranks, is_synchronized
 from ..progress import length_of, progress
 from ..surgery.convert import convertible
 
@@ -166,7 +167,7 @@ def collect(
     twin = private_copy(net)
     if isinstance(net, torch.jit.ScriptModule):
         raise TypeError("the network is scripted or traced: pass the original network, which you gave to torch.jit")
-    iterator = iter(batches)
+    iterator = equal_on_all_ranks(batches) if any(map(is_synchronized, net.modules())) else iter(batches)
     first = next(iterator, None)
     if first is None:
         raise ValueError("batches is empty: pass a few batches of training data")
