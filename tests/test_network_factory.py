@@ -20,6 +20,9 @@ def with_example():
     import torch
     return nn.Linear(WIDTH, 1), torch.zeros(1, WIDTH)
 
+def library_style(num_classes=1000):
+    return nn.Linear(WIDTH, num_classes)
+
 def wide(width):
     return nn.Linear(width, width)
 
@@ -47,6 +50,7 @@ def folder(tmp_path, monkeypatch):
 def test_a_function_of_a_module_or_a_file(folder, tmp_path_factory, monkeypatch):
     assert make_network("mynet:build", 5)[0].out_features == 5
     assert make_network("mynet:build")[0].out_features == 2
+    assert make_network("mynet:library_style", 5)[0].out_features == 5
     net, example = make_network("mynet.py:with_example", 5)  # takes no classes
     assert net(example).shape == (1, 1)
     monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import is_dataclass
+from dataclasses import fields, is_dataclass
 from difflib import get_close_matches
 from importlib import import_module
 from inspect import getdoc
@@ -250,10 +251,12 @@ def _run(words: list[str]) -> int:
         return _usage(words)
     module, _, function = COMMANDS[command].function.partition(":")
     given = words[len(command.split()) :]
+    called: Callable[..., object] | None = None
     try:
         if not {"-h", "--help"} & set(given):
             check_installed(*COMMANDS[command].needs)
-        _call(getattr(import_module(module), function), command, given)
+        called = getattr(import_module(module), function)
+        _call(called, command, given)
     except KeyboardInterrupt as stopped:
         print(str(stopped) or "stopped", file=sys.stderr)
         return 130
@@ -265,7 +268,8 @@ def _run(words: list[str]) -> int:
         raise
     except (MissingExtraError, OSError, ValueError) as error:
         # The user can fix these errors, so print one sentence instead of a traceback.
-        print(f"batchnorm {command}: {sentence(error)}", file=sys.stderr)
+        message = sentence(error) if called is None else _with_dashes(sentence(error), called)
+        print(f"batchnorm {command}: {message}", file=sys.stderr)
         return 2
     except JobsFailedError as error:
         print(f"batchnorm {command}: {error}", file=sys.stderr)
@@ -285,6 +289,22 @@ def _call(function: Callable[..., object], command: str, words: list[str]) -> No
     made = call_with(words, given, f"batchnorm {command}", help_text)
     if settings is not None:
         function(made)
+
+
+def _with_dashes(message: str, function: Callable[..., object]) -> str:
+    """Write the options of a command's function as on the command line.
+
+    >>> def train(rate: float, batch_size: int) -> None: ...
+    >>> _with_dashes("batch_size=1: must be 2 or more", train)
+    '--batch-size=1: must be 2 or more'
+    """
+    hints = get_type_hints(function)
+    options = {*hints, *(f.name for kind in hints.values() if is_dataclass(kind) for f in fields(kind))}
+    return re.sub(
+        r"(?<![\w.-])(\w+)=(?=\S)",
+        lambda found: f"--{found[1].replace('_', '-')}=" if found[1] in options else found[0],
+        message,
+    )
 
 
 def _print_users_part(error: UserCodeError) -> None:

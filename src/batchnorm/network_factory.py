@@ -33,8 +33,8 @@ def make_network(name: str, classes: int | None = None) -> tuple[nn.Module, Any]
     Args:
         name: MODULE:FUNCTION or FILE.py:FUNCTION, a function that builds the network; or torchvision:NAME or timm:NAME,
             a network without pretrained weights. The module may be in the current folder.
-        classes: the number of classes. A function gets it as ``classes=`` if it has such an argument; torchvision and
-            timm get it as ``num_classes=``. If None, nothing is passed.
+        classes: the number of classes. A function gets it as ``classes=`` or ``num_classes=`` if it has such an
+            argument; torchvision and timm get it as ``num_classes=``. If None, nothing is passed.
 
     Raises:
         ValueError: if there is no function or network of this name, if an import fails, if the module has a syntax
@@ -175,11 +175,12 @@ def _arguments(name: str, function: Callable[..., Any], classes: int | None) -> 
     given: dict[str, int] = {}
     try:
         expected = signature(function)
-        if classes is not None and "classes" in expected.parameters:
-            given["classes"] = classes
+        name_of_classes = next((word for word in ("classes", "num_classes") if word in expected.parameters), None)
+        if classes is not None and name_of_classes is not None:
+            given[name_of_classes] = classes
         expected.bind(**given)
     except TypeError as error:
-        how = "with classes= alone" if given else "without arguments"
+        how = f"with {name_of_classes}= alone" if given else "without arguments"
         hint = "; give its other arguments default values"
         if not given:
             hint = (

@@ -13,7 +13,7 @@ def test_every_cell_is_trained_and_the_best_rate_counts(tmp_path, monkeypatch, c
     data = striped_folder(tmp_path / "images")
     for split in ("train", "val"):
         shutil.copytree(data / split / "class0", data / split / "class3")
-    words = "--classes 4 --images 3 --batches 2 --rates 0.01 0.1 --seeds 2 --size 16 --first-epochs 0.5 --epochs 1"
+    words = "--classes 4 --images 3 --batches 2 --rates 0.01 0.1 --seeds 2 --size 16 --first-epochs 1 --epochs 1"
     out = tmp_path / "fine-tuning.json"
     given = ["bench", "fine-tuning", "--data", "~/images", *words.split(), "--processes", "1", "--out", str(out)]
     assert main(given) == 0
@@ -30,4 +30,4 @@ def test_every_cell_is_trained_and_the_best_rate_counts(tmp_path, monkeypatch, c
     assert main([*given, "--data", str(tmp_path / "absent")]) == 2
     assert "absent is not a folder: give one with train/CLASS/*.jpg" in capsys.readouterr().err
     assert main([*given, "--classes", "10"]) == 2
-    assert "has only 4 classes, but classes=10: choose a smaller --classes" in capsys.readouterr().err
+    assert "has only 4 classes, but --classes=10: choose a smaller --classes" in capsys.readouterr().err

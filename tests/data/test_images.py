@@ -284,7 +284,10 @@ def test_paths_that_are_neither_layout(tmp_path, sets):
     (tmp_path / "train" / "ant").mkdir(parents=True)
     with pytest.raises(FileNotFoundError, match=rf"it holds: ant; did you mean {re.escape(str(tmp_path))}\?"):
         open_images(tmp_path / "train", **options)
-    with pytest.raises(FileNotFoundError, match="has no images"):
+    with pytest.raises(FileNotFoundError, match=r"has no images \(.*\) in its class folders$"):
+        open_images(tmp_path, **options)
+    (tmp_path / "train" / "loose.png").touch()
+    with pytest.raises(FileNotFoundError, match="but has 1 outside of them: move them into a folder for each class"):
         open_images(tmp_path, **options)
     (tmp_path / "train-0.tar").touch()
     with pytest.raises(FileNotFoundError, match="has both train/ and train"):

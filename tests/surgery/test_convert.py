@@ -101,6 +101,11 @@ def test_one_activation_module_for_several_layers_goes_into_all_of_them():
     assert isinstance(back[1], nn.ReLU)
 
 
+def test_a_network_without_batch_normalization():
+    with pytest.warns(UserWarning, match=r"no batch normalization, so convert changed nothing; .* bn.insert"):
+        bn.convert(nn.Sequential(nn.Linear(3, 4), nn.ReLU()), torch.randn(2, 3))
+
+
 def test_sharing_survives():
     net = nn.ModuleDict({"a": BasicBlock(3, 3), "b": BasicBlock(3, 3)})
     net["b"].bn1 = net["a"].bn1

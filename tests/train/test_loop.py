@@ -271,7 +271,7 @@ def test_a_network_without_batch_normalization_has_no_statistics(data, tmp_path)
     result = train_small(data, tmp_path / "run", small(epochs=1, batch_norm=False))
     assert result.statistics == "none"
     summary = _summary(result, tmp_path)
-    assert " steps\nbest top-1: " in summary
+    assert " steps\nbest top-1 accuracy: " in summary
     assert "statistics" not in summary
 
 

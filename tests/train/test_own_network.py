@@ -246,8 +246,8 @@ def test_the_command_says_what_it_will_do_and_records_it(words, data, tmp_path, 
         ("ten", "", "has 10 outputs, but the data has 3 classes: add a classes= argument"),
         ("pair", "", "returns tuple in training, not one tensor of class scores"),
         ("counting", "", "the folded network computes different results"),
-        ("plain", "--normalize convert", "has no batch normalization, so normalize=convert does nothing"),
-        ("plain", "--normalize insert", "has no layer to normalize, so normalize=insert does nothing"),
+        ("plain", "--normalize convert", "has no batch normalization, so --normalize=convert does nothing"),
+        ("plain", "--normalize insert", "has no layer to normalize, so --normalize=insert does nothing"),
         ("build", "--dropout 0.5", "--network cannot be combined with options of the paper's network: remove dropout"),
         ("build", "--validate 0.1", "has a validation set, val, so --validate is not needed"),
     ],
@@ -259,6 +259,14 @@ def test_what_a_user_can_put_right_gets_one_sentence(words, source, tmp_path, ca
     assert says in error
     assert error.count("\n") == 1
     assert not (tmp_path / "run" / "recipe.json").exists()
+
+
+def test_a_single_class(data, words, source, tmp_path, capsys):
+    for split in ("train", "val"):
+        shutil.copytree(data / split / "class0", tmp_path / "one" / split / "class0")
+    words[2], words[words.index("--data") + 1] = f"{source}:build", str(tmp_path / "one")
+    assert main(words) == 2
+    assert "has a single class, class0, so there is nothing to learn" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,7 @@ def test_predict_refuses_what_is_no_image(finished, tmp_path, files, refusal):
     assert f"{finished} has no files that end with .jpg, " in refusal("predict", finished, finished)
     assert "no.png does not exist" in refusal("predict", finished, tmp_path / "no.png")
     assert "give at least one image" in refusal("predict", finished)
-    assert "top=0: must be 1 or more" in refusal("predict", finished, files[0], "--top", 0)
+    assert f"{files[0]} is a file, not the folder of a run" in refusal("predict", files[0], finished)
+    assert "--top=0: must be 1 or more" in refusal("predict", finished, files[0], "--top", 0)
     (tmp_path / "file").touch()
     assert f": {tmp_path}/file" in refusal("predict", finished, files[0], "--csv", tmp_path / "file/out.csv")

@@ -174,7 +174,7 @@ def test_a_run_with_frozen_statistics_says_so(words, pretrained, capsys):
     more = ["--max-steps", "1", "--normalize", "convert", "--from", str(pretrained), "--freeze-statistics"]
     assert main([*words, *more]) == 0
     printed = capsys.readouterr().out
-    assert "after 1 steps (folded, frozen statistics)\nbest top-1 with frozen statistics: " in printed
+    assert "after 1 steps (folded, frozen statistics)\nbest top-1 accuracy with frozen statistics: " in printed
 
 
 def test_a_run_that_was_finetuned_records_it(source, data, pretrained, tmp_path):

@@ -72,7 +72,11 @@ class FolderSource:
         index = {name: i for i, name in enumerate(classes)}
         files = [(f"{split}/{name}/{file}", index[name]) for name in present for file in _images(root / split / name)]
         if not files:
-            raise FileNotFoundError(f"{root / split} has no images ({', '.join(IMAGE_SUFFIXES)}) in its class folders")
+            loose = len(_images(root / split))
+            raise FileNotFoundError(
+                f"{root / split} has no images ({', '.join(IMAGE_SUFFIXES)}) in its class folders"
+                + f", but has {loose} outside of them: move them into a folder for each class" * bool(loose)
+            )
         paths = np.array([os.fsencode(path) for path, _ in files])
         return cls(root, classes, np.array([label for _, label in files], dtype=np.int64), paths)
 

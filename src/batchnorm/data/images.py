@@ -36,7 +36,7 @@ class TooManyCorruptError(ValueError):
 
 
 class ImageBatches:
-    """Batches of images from :func:`open_images`; reading can start at any step of any epoch.
+    """Batches of images, made by :func:`open_images`; reading can start at any step of any epoch.
 
     >>> import tempfile
     >>> from PIL import Image

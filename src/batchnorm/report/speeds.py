@@ -182,8 +182,8 @@ def _kernels(r: Result) -> str:
     means = sorted((row["compile"]["geometric_mean"], f"{row['op']}, {row['layout']}") for row in rows)
     lowest, highest = (f"{mean:.2f} ({case})" for mean, case in (means[0], means[-1]))
     return (
-        f"{lowest} to {highest} over torch.compile (worst {least('compile', 'worst'):.2f}); on average at"
-        f" least {least('eager', 'geometric_mean'):.2f} over eager"
+        f"over torch.compile {lowest} to {highest}, worst {least('compile', 'worst'):.2f}; over eager"
+        f" {least('eager', 'geometric_mean'):.2f} or more"
     )
 
 
@@ -245,11 +245,11 @@ def _monitor(r: Result) -> str:
 
 
 def _algorithm2(r: Result) -> str:
-    rows = r["rows"]
+    estimating = r["rows"]["estimate_, layers of batchnorm"]["estimate_ / training"]
+    folded = r["rows"]["fold"]["fold / torch.fx"]
     return (
-        f"`estimate_`: {rows['estimate_, layers of batchnorm']['estimate_ / training']:.2f}x the time of a forward"
-        f" pass in training mode; a folded network: {rows['fold']['fold / torch.fx']:.2f}x the time of one folded by"
-        " torch.fx"
+        f"`estimate_`: {estimating:.2f}x the time of a training-mode forward pass; a folded network: {folded:.2f}x that"
+        " of torch.fx's"
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterator
 from functools import partial
 from threading import RLock
@@ -154,6 +155,9 @@ def convert(
     sites = list(_sites(net, layers, refused, counts, unfused, done, graphs))
     if not _changes(net, result):
         notes.append("nothing changed: there is nothing that can be converted or fused")
+    if not sites:
+        told = "the network has no batch normalization, so convert changed nothing; to add it, call bn.insert"
+        warnings.warn(told, stacklevel=2)
     return attach(result, VerbReport("convert", tuple(sites), error, tuple(notes), headline(counts)))
 
 

@@ -83,6 +83,11 @@ class _Training:
         self.validation = self._open(splits[1], options.evaluate_batch, train=False)
         if self.validation.classes != self.batches.classes:
             raise ValueError(f"{options.data}: {_class_mismatch(self.batches.classes, self.validation.classes)}")
+        if len(self.batches.classes) < 2:
+            raise ValueError(
+                f"{options.data} has a single class, {self.batches.classes[0]}, so there is nothing to learn: give a"
+                " folder whose train folder has a folder for each class"
+            )
         cuda = here.device.type == "cuda"
         self.bf16 = cuda if options.precision == "auto" else options.precision == "bf16"
         self.net = recipe.network(len(self.batches.classes))

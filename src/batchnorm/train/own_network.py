@@ -41,6 +41,10 @@ def own_network(factory: str, change: Change, *, classes: int, size: int, seed: 
         net = make_network(factory, classes)[0].train()
     _check(net, factory, example, classes)
     before = _count(net)
+    if change in ("convert", "remove") and not before:
+        raise ValueError(
+            f"{factory} has no batch normalization, so normalize={change} does nothing: remove that option"
+        )
     if change == "insert":
         net = insert(net, example)
     elif change == "convert":
@@ -52,10 +56,6 @@ def own_network(factory: str, change: Change, *, classes: int, size: int, seed: 
         raise ValueError(
             f"{factory} {why}, so normalize=insert does nothing: train the network as it is, with batchnorm train"
             " --normalize as-is"
-        )
-    if change in ("convert", "remove") and not before:
-        raise ValueError(
-            f"{factory} has no batch normalization, so normalize={change} does nothing: remove that option"
         )
     return net.train()
 

@@ -51,6 +51,8 @@ def predict(
     at_least(1, top=top, batch_size=batch_size)
     if not images:
         raise ValueError("give at least one image, or a folder of images")
+    if run.is_file():
+        raise ValueError(f"{run} is a file, not the folder of a run: write batchnorm predict RUN IMAGE...")
     where = find_device(device)
     check_writable(csv)
     files = [file for image in images for file in _files(image)]

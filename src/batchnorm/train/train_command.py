@@ -225,15 +225,17 @@ def _name(own: Recipe) -> str:
 
 def _summary(result: Result, out: Path) -> str:
     if result.diverged:
-        return f"{result.recipe}: diverged by step {result.steps:,}; see {out / 'metrics.jsonl'}"
+        return (
+            f"{result.recipe}: diverged by step {result.steps:,}; see {out / 'metrics.jsonl'}, and try a lower --rate"
+        )
     assert result.top1 is not None
     by, folded = (f" {how}" if how else "" for how in STATISTICS[result.statistics])
-    accuracies = f"top-1 {result.top1:.2%}"
+    accuracies = f"top-1 accuracy {result.top1:.2%}"
     if result.top5 is not None and result.classes >= TOP5_CLASSES:
         accuracies += f", top-5 {result.top5:.2%}"
     lines = [f"{result.recipe}: {accuracies} after {result.steps:,} steps{folded}"]
     if result.best_top1 is not None:
-        lines.append(f"best top-1{by}: {result.best_top1:.2%} at step {result.best_step:,}")
+        lines.append(f"best top-1 accuracy{by}: {result.best_top1:.2%} at step {result.best_step:,}")
     lines += [
         f"steps to {float(k):.1%}: {'not reached' if v is None else f'{v:,}'}" for k, v in result.steps_to.items()
     ]
