@@ -7,7 +7,7 @@ For example, a page in ``docs`` links to ``../results/fig1.json``. On the site, 
 import json
 import re
 from pathlib import Path
-from typing import Any
+from runpy import run_path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
@@ -24,7 +24,8 @@ WHAT = {  # for result files that do not say what they measured
     "fig4.json": "Figure 4: errors with 1 and with 144 crops, of single networks and of ensembles",
     "kernels-h200.json": "time of the fused CUDA kernels, eager torch, torch.compile and cuDNN, on single layers",
 }
-REPEATED = ("seeds", "rounds", "pairs")  # the words for repetitions in result files
+# The site is built without this package and torch, so run the module's file instead of importing it.
+TABLES = run_path(str(ROOT / "src/batchnorm/report/tables.py"))
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -97,40 +98,18 @@ def _result_files() -> str:
     lines = ["| file | what | on | n | commit |", "|---|---|---|---|---|"]
     for path in sorted((ROOT / "results").glob("*.json")):
         result = json.loads(path.read_text())
-        told = result.get("environment") or result["hardware"]
-        machine = told.get("gpu") or told.get("device") or f"{told['hardware']}, {told['cores']} cores"
+        rows, told = TABLES["rows_of"](result), result.get("environment") or result["hardware"]
         what = next((result[key] for key in ("question", "claim", "what") if key in result), WHAT.get(path.name, ""))
-        commits = {row["commit"] for row in _rows(result) if "commit" in row} or {told.get("commit", "")}
+        commits = {row["commit"] for row in rows if "commit" in row} or {told.get("commit", "")}
         cells = (
             f"[{path.name}](../results/{path.name})",
             what,
-            f"{machine}, torch {told['torch']}",
-            _n(result),
+            TABLES["hardware"](result),
+            TABLES["repetitions"](result)
+            or (f"{len(rows)} {'members' if 'members' in result else 'rows'}" if rows else "1 run"),
             "per row" if len(commits) > 1 else f"`{commits.pop()[:7]}`",
         )
         if not all(cell.strip("`") for cell in cells):
             raise PluginError(f"a cell of {path.name} is blank in the table of result files: {cells}")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
-
-
-def _rows(result: dict[str, Any]) -> list[dict[str, Any]]:
-    rows = result.get("members") or result.get("rows") or result.get("networks") or []
-    return list(rows.values()) if isinstance(rows, dict) else rows
-
-
-def _n(result: dict[str, Any]) -> str:
-    """Return the number of seeds, rounds or pairs of timings; if there is none, that of members or rows, or "1 run"."""
-    rows, settings = _rows(result), {**result.get("settings", {}), **result.get("options", {})}
-    for word in REPEATED:
-        found = {part[word] for part in (result, settings, *rows) if isinstance(part.get(word), int)}
-        if found:
-            return _count(word, min(found), max(found))
-    if "seed" in settings:
-        return "1 seed"
-    word = "members" if "members" in result else "rows"
-    return _count(word, len(rows), len(rows)) if rows else "1 run"
-
-
-def _count(word: str, least: int, most: int) -> str:
-    return f"{least} to {most} {word}" if least < most else f"{most} {word if most != 1 else word[:-1]}"

@@ -35,27 +35,38 @@ def cells(row: Row, results: Path) -> list[str]:
 
 
 def machine(result: Result) -> str:
-    """Return the hardware, the version of torch and, if the result has one, the number of seeds or of rounds."""
+    """Return the hardware, the version of torch and, if the result has them, the numbers of repetitions."""
+    return ", ".join(filter(None, (hardware(result), repetitions(result))))
+
+
+def hardware(result: Result) -> str:
+    """Return the GPU or the CPU, and the version of torch."""
     env = result.get("environment") or result["hardware"]
     name = env.get("gpu") or env.get("device") or f"{env['hardware']}, {env['cores']} cores"
-    n = _repetitions(result)
-    return f"{name}, torch {env['torch']}" + (f", {n}" if n else "")
+    return f"{name}, torch {env['torch']}"
 
 
-def _repetitions(result: Result) -> str:
-    """Return the number of seeds or of rounds as text, "up to" the highest if networks differ, or an empty string.
+def repetitions(result: Result) -> str:
+    """Return the number of seeds, rounds or pairs of timings as text, or an empty string if there is none.
 
-    >>> _repetitions({"options": {"seeds": 3}}), _repetitions({"rounds": 1}), _repetitions({"options": {"seed": 0}})
+    >>> repetitions({"options": {"seeds": 3}}), repetitions({"rounds": 1}), repetitions({"options": {"seed": 0}})
     ('3 seeds', '1 round', '1 seed')
+    >>> repetitions({"rows": [{"pairs": 8}, {"pairs": 30}]})
+    '8 to 30 pairs'
     """
-    networks, options = result.get("networks"), result.get("options", {})
-    parts = [result, options, *(networks.values() if isinstance(networks, dict) else ())]
-    for word in ("seeds", "rounds"):
-        counts = {part[word] for part in parts if isinstance(part.get(word), int)}
-        if counts:
-            n = max(counts)
-            return f"{'up to ' if len(counts) > 1 else ''}{n} {word if n > 1 else word[:-1]}"
-    return "1 seed" if "seed" in options else ""
+    settings = {**result.get("settings", {}), **result.get("options", {})}
+    for word in ("seeds", "rounds", "pairs"):
+        found = {part[word] for part in (result, settings, *rows_of(result)) if isinstance(part.get(word), int)}
+        if found:
+            least, most = min(found), max(found)
+            return f"{least} to {most} {word}" if least < most else f"{most} {word if most != 1 else word[:-1]}"
+    return "1 seed" if "seed" in settings else ""
+
+
+def rows_of(result: Result) -> list[Result]:
+    """Return a result's rows or, if it has some, its members or networks."""
+    rows = result.get("members") or result.get("rows") or result.get("networks") or []
+    return list(rows.values()) if isinstance(rows, dict) else rows
 
 
 def table(rows: list[list[str]]) -> str:
