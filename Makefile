@@ -52,7 +52,7 @@ run: $(RUN)
 	$(BIN)/batchnorm reproduce fig1
 
 test: $(DEV)
-	$(BIN)/python -m pytest -n auto --dist loadfile -m "not slow and not zoo"
+	$(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "not slow and not zoo"
 
 test-all: $(DEV)
 	$(BIN)/python -m pytest -m "not zoo"
