@@ -9,6 +9,7 @@ from torch import nn
 import batchnorm as bn
 from batchnorm.layers import BatchNorm
 from batchnorm.ops.activation import NAMES, from_module
+from batchnorm.surgery.convert import AMPLIFIED
 
 pytestmark = [pytest.mark.zoo, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -35,7 +36,8 @@ def test_batch_norms_take_in_the_activation_that_they_feed(name):
     pytest.importorskip("timm", reason="the zoo needs timm")
     net, (x, _) = zoo.make(name)
     converted = bn.convert(net, x)
-    assert not converted.report.notes
+    # A few of these networks amplify rounding errors; whether so much that convert notes it depends on the machine.
+    assert not set(converted.report.notes) - {AMPLIFIED}
     taken = {path for path, m in converted.named_modules() if isinstance(m, BatchNorm) and applies_its_own(m)}
     for path, fusions in fusions_in(converted).items():
         if all(fusion.activation.name != "identity" for fusion in fusions):
