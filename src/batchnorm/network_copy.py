@@ -277,7 +277,7 @@ def relative_error(new: Any, old: Any) -> float:
 
 
 def require_numbers(olds: list[Tensor]) -> None:
-    """Raise ValueError unless at least one of the tensors holds a number to compare with."""
+    """Raise ValueError if a comparison with these tensors would check nothing: if all are empty or NaN."""
     if not olds:
         problem = "its output has no tensors"
     elif not any(t.numel() for t in olds):

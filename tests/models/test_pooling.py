@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.usefixtures("unwritten_is_nan"),
 ]
 SHAPES = [
-    (2, 8, 7, 7),  # odd sizes: the last windows at stride 2 have two rows or columns
+    (2, 8, 7, 7),  # at stride 2, the last windows extend beyond the image
     (1, 5, 6, 9),  # five channels do not fill a slice of eight
     (3, 64, 4, 5),
     (2, 96, 1, 3),  # one row; in bfloat16, the second of two slices of channels is not full

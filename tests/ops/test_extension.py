@@ -117,7 +117,7 @@ def test_a_described_call_is_launched_and_differentiated(module):
     assert len(otherwise) == 1
     assert module.counts() == (1, 1)
 
-    # While torch 2.11's autograd runs a node, it excludes a dispatch key; simulate that with another key.
+    # torch 2.11's autograd excludes a dispatch key while it runs a node. Any key serves to simulate this.
     other = torch._C.DispatchKeySet(torch._C.DispatchKey.Conjugate)
     with torch._C._ExcludeDispatchKeyGuard(other):
         assert torch.equal(torch.autograd.grad(train_(x), x, dy)[0], 0.5 * dy)

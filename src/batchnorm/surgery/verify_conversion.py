@@ -58,8 +58,8 @@ def verify_conversion(
 def _compare_gradients(old: nn.Module, new: nn.Module, example: Any, forward: Forward | None, training: bool) -> None:
     """Compare the gradients of all parameters in float64; the loss is a randomly weighted sum of the outputs.
 
-    To save time, only the first ROWS rows of the example are used. The whole example is used if the original fails on
-    these rows, or if a rewritten module runs only its original code on them.
+    To save time, only the first ROWS rows of the example are used. The whole example is used if the original network
+    fails on these rows, or if some rewritten module never runs its new code on them.
     """
     few = _first_rows(example)
     if unused(new, few, forward, training):

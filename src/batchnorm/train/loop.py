@@ -236,9 +236,9 @@ class _Training:
             self._record(monitor, 0)
         except NothingToRecordError as error:
             raise ValueError(
-                "--monitor-every found nothing to record: it watches nonlinearity modules, such as nn.ReLU (if the"
-                " network has none, its normalization layers), but the network calls no such module, perhaps because"
-                " it calls functions, such as F.relu; remove this option"
+                "--monitor-every found nothing to record: it watches nonlinearities that are modules, such as nn.ReLU,"
+                " or normalization layers if the network has no such modules. This network calls none of them; it may"
+                " call functions instead, such as F.relu. Remove this option"
             ) from error
         return monitor
 

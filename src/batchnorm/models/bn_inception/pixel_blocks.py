@@ -1,4 +1,4 @@
-"""Compute a convolution at stride 2 as a convolution at stride 1 of blocks of 2x2 pixels.
+"""Compute a convolution with stride 2 as a convolution with stride 1, on blocks of 2x2 pixels.
 
 A block is treated as one pixel with four times as many channels. In this file, "block" always means such a block of
 pixels; a thread block of a CUDA or Triton kernel is called a program.

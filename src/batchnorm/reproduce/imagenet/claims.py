@@ -135,8 +135,8 @@ def fewer_steps(
 ) -> Verdict:
     """Judge whether a network reaches Inception's best accuracy in few enough steps.
 
-    Every seed of the network is compared with every seed of Inception. ``enough`` takes Inception's number of steps,
-    divided by the network's, and returns whether the claim holds for this pair of seeds.
+    Every seed of the network is compared with every seed of Inception. For each pair, ``enough`` takes the ratio of
+    Inception's number of steps to the network's, and returns whether the claim holds.
 
     Paper: Fig. 3
     """
