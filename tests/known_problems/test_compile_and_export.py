@@ -1,4 +1,4 @@
-"""momentum=None under torch.compile and torch.export, without a host synchronization (pytorch 194504, ...)."""
+"""momentum=None works with torch.compile and torch.export, and does not synchronize (pytorch 194504, ...)."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""Weight decay on gamma and beta, biases without effect before BN, momentum conventions (about 20 issues)."""
+"""Avoid or find weight decay of gamma and beta, biases that BN cancels, and wrong momenta (about 20 issues)."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Compare Ghost and Renorm with their definitions; test Sync in one process (on ranks: test_synchronized.py)."""
+"""Compare Ghost and Renorm with their definitions; test Sync in one process (several ranks: test_synchronized.py)."""
 
 import copy
 

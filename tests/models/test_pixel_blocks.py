@@ -60,7 +60,8 @@ def assert_near(found, expected, tolerance):
     torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance * expected.abs().mean().item())
 
 
-# One partial tile per image; one pixel; one column; rows longer than a tile; more tiles than programs (if emulated).
+# In this order: one partial tile per image; one pixel; one column; rows longer than a tile; if the kernel is emulated,
+# more tiles than programs.
 SHAPES = [(3, 3, 9, 12), (1, 3, 1, 1), (2, 3, 70, 2), (1, 3, 4, 530), (5, 3, 48, 51)]
 
 
@@ -100,7 +101,7 @@ def test_the_gradient_can_be_differentiated(usable):
     dy.requires_grad_()
     (found,) = torch.autograd.grad(y, kernel, dy, create_graph=True)
     assert_near(found.detach(), expected, 0.01)
-    # The kernel's gradient is linear in dy. Its derivative with respect to dy is the convolution of x again.
+    # The kernel's gradient is linear in dy. Its product with the kernel, differentiated with respect to dy, is y.
     (again,) = torch.autograd.grad(found, dy, kernel.detach())
     assert_near(again, y.detach().double(), 0.01)
 
@@ -195,7 +196,7 @@ def test_other_numbers_of_channels_are_rejected():
 
 
 class Batched(torch.autograd.Function):
-    """Call the differentiable gradient as the convolution does if it gets a batch of gradients."""
+    """Call _differentiable_gradient in the backward pass, as _Convolution does with is_grads_batched=True."""
 
     @staticmethod
     def forward(ctx, y, blocks, kernel):

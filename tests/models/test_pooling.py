@@ -111,7 +111,7 @@ def test_what_is_not_finite(stride, dtype, device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_places_are_inside_the_image_and_of_the_largest_value(dtype, device):
-    """The second derivative reads x at the saved positions, so they must be inside the image, also if x has inf."""
+    """The second derivative reads x at the saved positions, so they must be inside the image, even if x has inf."""
     for shape in ((2, 6, 5, 7), (1, 3, 2, 2), (1, 4, 1, 1)):
         x = values(shape, dtype, device, False)
         x.movedim(1, -1).view(-1)[::5] = float("inf")
@@ -181,7 +181,7 @@ def test_modules_whose_windows_were_changed_are_torchs(module, change, device, m
 def test_modules_on_the_device(module):
     x = torch.randn(2, 24, 6, 6, device="cuda").contiguous(memory_format=torch.channels_last).requires_grad_()
     assert takes(x)
-    # On CUDA, torch 2.11's gradient of a padded average is wrong in channels last (pytorch issue 188344).
+    # On CUDA, torch 2.11's gradient of a padded avg_pool2d is wrong in channels last (pytorch issue 188344).
     on_cpu = x.detach().cpu().requires_grad_()
     for run in (module, torch.compile(module, fullgraph=True)):
         y, expected = run(x), type(module).__base__.forward(module, on_cpu)

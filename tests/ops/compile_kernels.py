@@ -1,4 +1,7 @@
-"""Compile the kernels for a Hopper GPU, without a GPU; test_kernels_compile.py runs this without the interpreter."""
+"""Compile the Triton kernels for a Hopper GPU; no GPU is needed.
+
+test_kernels_compile.py runs this script with Triton's interpreter turned off.
+"""
 
 import itertools
 import sys
@@ -22,7 +25,8 @@ NUMBERS = (
     *("classes", "pixels", "stride", "rows", "columns", "before", "each", "x_n", "x_c", "x_h", "x_w"),
 )
 POINTERS = {"bits": "u8", "where": "u8", "batches": "i64", "skipped": "i64", "words": "i32"}
-# Pointers to the dtype that `build` is given. Pointers that are neither here nor in POINTERS point to float32.
+# These arguments point to values of the dtype that `build` gets. Pointers that are neither here nor in POINTERS point
+# to float32.
 TYPED = ("x", "y", "residual", "dy", "dx", "dresidual", "other", "blocks")
 ALONE = {"T": 2, "PHASE": 3, "ALONE": True, "LAST": False, "TREE": False, "TICKET": False}
 MET = {"T": 4, "PHASE": 3, "ALONE": False, "LAST": False, "TREE": False, "TICKET": True}
@@ -36,7 +40,7 @@ def build(kernel, form, way, dtype, act, absent, pointers=POINTERS):
     constants = {**way, "FORM": form, "ACT": act, "CUMULATIVE": act == 2, "STAGES": 3, "ON_DEVICE": True}
     signature, fixed, attributes = {}, {}, {}
     for i, numbered in enumerate(kernel.arg_names):
-        name = numbered.rstrip("0123")  # if a launch is for several layers, names end in a layer's number
+        name = numbered.rstrip("0123")  # kernels for several layers have arguments x0, x1, ...
         if name in constants or name in absent or numbered in absent:
             signature[numbered], fixed[(i,)] = "constexpr", constants.get(name)
         elif name in (*NUMBERS, "magic", "shift"):
@@ -89,7 +93,7 @@ def main():
     count += 1
     again = ("bits", "gamma", "beta", "running_mean", "running_var", "batches", "skipped")
     for form, absent in ((LAST, again), (FIRST, (*again, "residual"))):
-        build(forward, form, REST, "bf16", 1, absent, pointers={})  # launch.recompute
+        build(forward, form, REST, "bf16", 1, absent, pointers={})  # as in launch.recompute
         count += 1
     for aligned in (False, True):
         build(update, LAST, {"CHUNK": 2048, "ALIGNED": aligned}, "fp32", 1, (), {"table": "i64", "chunks": "i64"})

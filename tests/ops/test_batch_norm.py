@@ -199,7 +199,7 @@ def test_running_averages_of_other_channels_are_refused():
 @pytest.mark.parametrize("layout", ["contiguous", "channels_last", "2d", "3d", "strided"])
 @pytest.mark.parametrize(("mean", "bound"), [(1e6, 1e-3), (1e4, 1e-4)])
 def test_mean_far_from_zero(layout, mean, bound):
-    # float32 values near 1e6 are multiples of 1/16: a*x + b with b near 1e6 cannot resolve the output.
+    # Near 1e6, float32 values are multiples of 1/16, so y = a*x + b would be inaccurate: both terms are that large.
     shapes = {"2d": (4096, 8), "3d": (16, 8, 33), "strided": (16, 8, 14, 28)}
     x = draw(*shapes.get(layout, (16, 8, 28, 28)), mean=mean)
     if layout == "channels_last":

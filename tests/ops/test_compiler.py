@@ -114,7 +114,7 @@ def without_the_functions(file):
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda file: (file.unlink(), file.write_text("no library")),  # a new file: this process has the old one loaded
+        lambda file: (file.unlink(), file.write_text("no library")),  # unlinked first: this process has it loaded
         without_the_functions,
         lambda file: (file.unlink(), file.symlink_to("/nowhere.so")),
     ],
@@ -132,7 +132,7 @@ def test_a_damaged_file_is_compiled_again(damage, tmp_path):
 def test_a_library_cut_short_does_not_end_the_process(tmp_path):
     file = compiled_once(tmp_path)
     beginning = file.read_bytes()[:4096]
-    file.unlink()  # this process has the old file loaded
+    file.unlink()  # do not overwrite the file, because this process has it loaded
     file.write_bytes(beginning)
     file.chmod(0o700)
     code = f"""
@@ -176,7 +176,7 @@ def test_a_folder_that_others_can_write_to_is_not_trusted(tmp_path):
     folder = tmp_path / "cache" / "batchnorm"
     folder.mkdir(parents=True)
     folder.chmod(0o777)
-    assert "is writable by others" in compiler.kernels().uncached  # it is compiled in a temporary folder
+    assert "is writable by others" in compiler.kernels().uncached  # so kernel.c is compiled in a temporary folder
     assert not list(folder.iterdir())
 
 

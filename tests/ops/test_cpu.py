@@ -271,7 +271,7 @@ def test_hooks_on_the_input_run_once_in_a_gradient_of_a_gradient():
 @pytest.mark.parametrize(("mean", "bound"), [(1e6, 1e-3), (1e4, 1e-4)])
 @by_every_strategy
 def test_mean_far_from_zero(format, mean, bound):
-    # float32 values near 1e6 are multiples of 1/16: a*x + b with b near 1e6 cannot resolve the output.
+    # Near 1e6, float32 values are multiples of 1/16, so y = a*x + b would be inaccurate: both terms are that large.
     shape = {"2d": (512, 8), "3d": (16, 8, 33), "channels_last_3d": (4, 8, 3, 9, 9)}.get(format, (16, 8, 14, 28))
     x = draw(*shape, mean=mean)
     if format == "strided":
@@ -292,7 +292,7 @@ def test_mean_far_from_zero(format, mean, bound):
 @pytest.mark.parametrize("shape", [(64, 16, 56, 56), (4, 2, 512, 400), (8, 96, 72, 72)])
 def test_many_values_per_channel(shape, format):
     # If 200,000 values of mean 3 were added one by one in float32, the relative error would be about 1e-5. In
-    # channels_last, at most 8192 rows are added in this way, so with one thread, the error is about 1e-6.
+    # channels_last, at most 8192 rows are added in this way, so the error is about 1e-6 even with one thread.
     x = draw(*shape, mean=3.0, format=format)
     _, moments = cpu.run(Call(x, None, None, EPS))
     x64 = rows(x.double())

@@ -425,7 +425,7 @@ def test_other_batches_are_left_to_others():
 
 
 def test_fewer_threads_than_were_asked_for(monkeypatch):
-    """If OpenMP starts fewer threads, as with OMP_THREAD_LIMIT, the existing threads do all the work."""
+    """If OpenMP starts fewer threads than asked for, as with OMP_THREAD_LIMIT, these threads do all the work."""
     work = ctypes.CFUNCTYPE(
         None, ctypes.CFUNCTYPE(None, ctypes.c_void_p), ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint
     )

@@ -1,4 +1,4 @@
-"""Test the layers' fast path with torch's kernel: its results are right; if it does not apply, it changes nothing."""
+"""Test the layers' fast path with torch's kernel: it is accurate and, if it does not apply, moves no averages."""
 
 import gc
 from functools import partial
@@ -62,7 +62,7 @@ def test_output_gradients_and_averages(name, momentum):
 
 
 @pytest.mark.parametrize("activation", NAMES)
-@pytest.mark.parametrize("shape", [(30, 20), (150, 200)])  # ReLU is in place for the larger one only
+@pytest.mark.parametrize("shape", [(30, 20), (150, 200)])  # ReLU runs in place only for the larger shape
 def test_activation(activation, shape):
     x = torch.randn(shape, requires_grad=True)
     dy = torch.randn(shape)
@@ -95,7 +95,7 @@ def test_nothing_moves_where_another_way_is_due(name):
     running = new_running(x.shape[-1] if x.dim() == 1 else x.shape[1])
     before = copy_of(running)
     assert run(x, running) is None
-    assert run(x, running) is None  # even if the first call has cached its checks of the shapes
+    assert run(x, running) is None  # again, because the first call may have cached its checks of the shapes
     assert all(torch.equal(a, b) for a, b in zip(running, before, strict=True))
 
 

@@ -76,7 +76,7 @@ def module(tmp_path_factory):
 def launches(size, slot):
     """Describe a launch that multiplies a tensor by a number.
 
-    ``slot`` has the indices of the input, the output and the number in the array ``values`` of autograd.cpp.
+    ``slot`` has three indices into the array ``values`` of autograd.cpp: of the input, the output and the number.
     """
     arguments = driver.Arguments("P", "P", "f", ctypes.c_int(size))
     image, starts, changing = arguments.layout((0, 0, 0.0))
@@ -95,9 +95,9 @@ def test_a_described_call_is_launched_and_differentiated(module):
     def train_(x, *, running=running):
         return module.train_(x, None, None, None, *running, *rest)
 
-    assert train_(x) is None, "not described yet"
+    assert train_(x) is None, "no launch has been added yet"
     module.add_forward(x, None, None, None, True, False, 1, False, ((3, 1), (), 4, 4, launches(12, (0, 1, 15))))
-    assert train_(x) is None, "no room yet"
+    assert train_(x) is None, "the stream has no workspace yet"
     room = torch.zeros(8)
     module.set_room(-1, 77, room.data_ptr(), 4, room.data_ptr(), 4)
     version = running[0]._version
@@ -117,7 +117,7 @@ def test_a_described_call_is_launched_and_differentiated(module):
     assert len(otherwise) == 1
     assert module.counts() == (1, 1)
 
-    # torch 2.11's autograd excludes a dispatch key while it runs a node. Any key serves to simulate this.
+    # While torch 2.11's autograd runs a node, it excludes a dispatch key. Excluding any key simulates this.
     other = torch._C.DispatchKeySet(torch._C.DispatchKey.Conjugate)
     with torch._C._ExcludeDispatchKeyGuard(other):
         assert torch.equal(torch.autograd.grad(train_(x), x, dy)[0], 0.5 * dy)
@@ -218,7 +218,8 @@ def test_unusual_tensors_go_to_python(module):
     y.backward(torch.ones(4, 5))
     assert len(otherwise) == 1
 
-    # If a launch fails after another one has moved the averages, there is no fallback: it would move them again.
+    # If a launch fails after another one has moved the averages, Python does not run the call, because it would move
+    # them again.
     two = launches(30, (0, 1, 15)) * 2
     x = torch.arange(30.0).reshape(6, 5)
     module.add_forward(x, None, None, None, True, False, 1, False, ((5, 1), (), 0, 0, two))
@@ -244,7 +245,7 @@ def test_other_threads_run_during_a_launch(module):
 
 def test_a_compiled_layer_is_not_compiled_again_once_the_extension_is_there(monkeypatch):
     graphs = []
-    monkeypatch.setattr(layers.batch_norm, "train_", autograd.train_)  # as for a CUDA tensor
+    monkeypatch.setattr(layers.batch_norm, "train_", autograd.train_)  # the function that runs for CUDA tensors
     compiled = torch.compile(bn.BatchNorm2d(8), backend=lambda graph, _: graphs.append(1) or graph)
     compiled(torch.randn(4, 8, 3, 3))
     monkeypatch.setattr(extension, "module", object())
@@ -340,7 +341,7 @@ def test_on_a_gpu_everything_unusual_still_works(built):
     layer = bn.BatchNorm2d(32, activation="relu", device="cuda")
     x = torch.randn(8, 32, 14, 14, device="cuda").to(memory_format=torch.channels_last).requires_grad_()
     for _ in range(3):
-        layer(x).sum().backward()  # an expanded gradient, which is copied
+        layer(x).sum().backward()  # the gradient of sum() is an expanded tensor, which is copied
     for _ in range(3):
         layer(x).square().sum().backward()
     assert "Fused" in layer(x).grad_fn.name()

@@ -138,7 +138,7 @@ def test_a_graph_with_replaced_memsets_writes_the_same():
         at = [ctypes.c_uint64(t.data_ptr()) for t in x]
         driver.check(run.cuMemsetD8Async(at[0], 0, ctypes.c_size_t(4), stream))
         driver.check(run.cuMemsetD32Async(at[1], 7, ctypes.c_size_t(5000), stream))
-        driver.check(run.cuMemsetD8Async(at[2], 1, ctypes.c_size_t(28), stream))  # this one stays
+        driver.check(run.cuMemsetD8Async(at[2], 1, ctypes.c_size_t(28), stream))  # not replaced: it sets bytes to 1
         driver.check(run.cuMemsetD32Async(at[3], 8, ctypes.c_size_t(5003), stream))
         for given, to in zip(x, y, strict=True):
             torch.mul(given, 2, out=to)

@@ -104,7 +104,7 @@ def test_the_launch_that_is_chosen(device):
 @pytest.mark.parametrize(
     ("channels", "dtype", "parts", "groups"),
     [
-        ((32, 64, 40, 8), torch.bfloat16, 3, 2),  # partly full slices; a program runs several layers
+        ((32, 64, 40, 8), torch.bfloat16, 3, 2),  # some slices are not full; a program processes several layers
         ((32, 64, 40, 8), torch.bfloat16, 1, 8),
         ((24, 16), torch.float32, 2, 1),
         ((64,), torch.bfloat16, 2, 1),

@@ -152,7 +152,7 @@ def test_same_bits_every_time(device, layout, way):
 @pytest.mark.parametrize("way", [ALONE, MET, STREAM])
 @pytest.mark.parametrize("layout", ["first", "last"])
 def test_running_averages(device, layout, way):
-    c = 3 if layout == "first" else 9  # 9: two slices
+    c = 3 if layout == "first" else 9  # 9 channels are two slices
     x = arranged((8, c, 3, 3), layout, torch.float32, device)
     running = kept(c, device)
     _, e = run(x, way, running=running)

@@ -59,7 +59,7 @@ def chain(layers=3, channels=8, activation="relu", **options):
     )
 
 
-LARGE = (32, 8, 32, 32)  # with one thread, too large for torch's kernel in both layouts
+LARGE = (32, 8, 32, 32)  # in both layouts, too large for torch's kernel if torch uses one thread
 SMALL = (4, 8, 6, 6)
 
 
@@ -137,7 +137,7 @@ def test_calls_with_more_than_an_input(forward):
 @pytest.mark.parametrize("shape", [SMALL, LARGE], ids=["small", "large"])
 def test_one_tensor_per_layer(shape):
     x = torch.randn(shape)
-    # A layer also saves a few numbers per channel, which matter next to the smaller tensor.
+    # Each layer also saves a few numbers per channel, which the tolerance allows for.
     assert kept(chain(4), x, less=False) == pytest.approx(8, abs=0.2)
     assert kept(chain(4), x, less=True) == pytest.approx(4, abs=0.2)
 

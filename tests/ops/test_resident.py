@@ -69,7 +69,7 @@ def device(resident_device):
 
 
 CASES = [
-    # shape, layout, dtype, activation, residual, parts, groups at a time
+    # shape, layout, dtype, activation, residual, parts, groups (number of slices processed at the same time)
     ((8, 64, 12, 12), "last", torch.bfloat16, ("relu",), False, 5, None),
     ((8, 64, 12, 12), "last", torch.bfloat16, ("relu",), True, 5, 1),
     ((8, 64, 12, 12), "last", torch.float16, ("leaky_relu", 0.1), True, 1, 1),

@@ -135,7 +135,7 @@ def check(path, shape, device):
                 e = expect(x, gamma, beta, EPS, dy, path.activation, residual)
                 want = e.y, e.dx, e.dgamma, e.dbeta, e.dresidual
                 tops = [float(e.y.abs().max()), e.dx_terms, e.sum_terms, e.sum_terms, float(dy.abs().max())]
-            stats = torch.float32 if path.dtype == torch.float64 else path.dtype  # the parameters are float32
+            stats = torch.float32 if path.dtype == torch.float64 else path.dtype  # gamma and beta are float32
             for what, a, b, top in zip(("y", "dx", "dgamma", "dbeta", "dresidual"), found, want, tops, strict=False):
                 dtype = path.dtype if what in ("y", "dx", "dresidual") else stats
                 name = f"{what} of {shape}, x {x.stride()}, dy {dy.stride()}"

@@ -1,4 +1,4 @@
-"""Section 1: a mini-batch estimates the gradient, and the upper part of a network learns as a stand-alone network."""
+"""Section 1: a mini-batch estimates the gradient, and the upper part of a network learns like a stand-alone network."""
 
 import copy
 

@@ -48,7 +48,7 @@ def test_at_inference_all_locations_of_a_map_get_the_same_linear_transform():
 
 def test_two_moments_fix_the_distribution_of_wu_but_not_of_a_nonlinearitys_output():
     z = torch.randn(100_000, 1).double()
-    moved = 2 * z + 1.5  # Wu after the layers below have changed, if Wu is Gaussian
+    moved = 2 * z + 1.5  # if Wu stays Gaussian, changes in the layers below only scale and shift it
 
     def normalized(x):
         return bn.ops.batch_norm(x, eps=0.0)[0]

@@ -80,10 +80,10 @@ def test_jacobians_with_eps_within_their_bound(a, eps):
     s = torch.sqrt(var + eps)
     first = (torch.eye(m, dtype=f64) - 1 / m)[..., None].abs() / s
     second = (v[:, None] * v[None]).abs() / (m * s**3)
-    bound = (c - 1).abs() * first + (c**3 - 1).abs() * second  # (i, j, feature)
-    du, du_a = (torch.func.jacrev(lambda u, k=k: layer(u, k * w, eps))(u) for k in (1.0, a))  # (i, feature, j, input)
+    bound = (c - 1).abs() * first + (c**3 - 1).abs() * second  # dimensions: i, j, feature
+    du, du_a = (torch.func.jacrev(lambda u, k=k: layer(u, k * w, eps))(u) for k in (1.0, a))  # i, feature, j, input
     assert ((du_a - du).abs() <= torch.einsum("ijf,fk->ifjk", bound, w.abs()) + 1e-12).all()
-    dw, dw_a = (torch.func.jacrev(lambda w: layer(u, w, eps))(k * w) for k in (1.0, a))  # (i, feature, feature, input)
+    dw, dw_a = (torch.func.jacrev(lambda w: layer(u, w, eps))(k * w) for k in (1.0, a))  # i, feature, feature, input
     assert ((a * dw_a - dw).abs() <= torch.einsum("ijf,jk->ifk", bound, u.abs())[:, :, None] + 1e-12).all()
 
 

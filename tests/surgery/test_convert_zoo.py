@@ -36,7 +36,7 @@ def test_batch_norms_take_in_the_activation_that_they_feed(name):
     pytest.importorskip("timm", reason="the zoo needs timm")
     net, (x, _) = zoo.make(name)
     converted = bn.convert(net, x)
-    # A few of these networks amplify rounding errors; whether so much that convert notes it depends on the machine.
+    # A few of these networks amplify rounding errors. It depends on the machine whether convert notes this.
     assert not set(converted.report.notes) - {AMPLIFIED}
     taken = {path for path, m in converted.named_modules() if isinstance(m, BatchNorm) and applies_its_own(m)}
     for path, fusions in fusions_in(converted).items():
