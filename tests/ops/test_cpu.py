@@ -362,20 +362,19 @@ def test_constant_moments_carry_no_gradient(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("x", "want", "why"),
+    ("x", "want"),
     [
-        (torch.empty(2, 8, 7, 7), Planes(8), "49 locations are loops worth their start"),
-        (torch.empty(2, 8, 2, 2), Matrix(1, 8, 4), "4 locations are not: rows of 32"),
-        (torch.empty(2, 64, 8, 8).contiguous(memory_format=LAST), Matrix(1, 64, 1), "64 channels fill vectors"),
-        (torch.empty(2, 3, 16, 16).contiguous(memory_format=LAST), Matrix(256, 3, 1), "3 do not: rows of 768"),
-        (torch.empty(1, 3, 1, 1009).contiguous(memory_format=LAST), Matrix(1, 3, 1), "a prime has no divisors"),
-        (torch.empty(9000, 7), Matrix(125, 7, 1), "of the divisors of 9000 the largest that fits"),
-        (torch.empty(60, 100), Matrix(1, 100, 1), "fully connected"),
-        (torch.empty(8, 5, 7).transpose(0, 1), None, "channels outermost: no network stores them so"),
+        (torch.empty(2, 8, 7, 7), Planes(8)),  # 49 locations are enough for a loop of their own
+        (torch.empty(2, 8, 2, 2), Matrix(1, 8, 4)),  # 4 locations are too few: use rows of 8 * 4 values
+        (torch.empty(2, 64, 8, 8).contiguous(memory_format=LAST), Matrix(1, 64, 1)),  # 64 channels fill vectors
+        (torch.empty(2, 3, 16, 16).contiguous(memory_format=LAST), Matrix(256, 3, 1)),  # 3 do not: use rows of 256 * 3
+        (torch.empty(1, 3, 1, 1009).contiguous(memory_format=LAST), Matrix(1, 3, 1)),  # 1009 is prime
+        (torch.empty(9000, 7), Matrix(125, 7, 1)),  # 125 is the largest divisor of 9000 that fits
+        (torch.empty(60, 100), Matrix(1, 100, 1)),  # the output of a linear layer
+        (torch.empty(8, 5, 7).transpose(0, 1), None),  # the channels have the largest stride, as in no network
     ],
-    ids=lambda v: v if isinstance(v, str) else "",
 )
-def test_layout(x, want, why):
+def test_layout(x, want):
     assert layout_of(x) == want
 
 

@@ -38,8 +38,7 @@ SIGNS: dict[Any, str] = {
         [operator.truediv, operator.itruediv, torch.div, "div", "div_", "__truediv__", "__itruediv__"], "/"
     ),
 }
-# Activations that networks also write as formulas. The formulas have the form that Matcher._formula returns: summands and
-# factors are sorted.
+# Activations that networks also write as formulas. As in the result of Matcher._formula, summands and factors are sorted.
 FORMULAS = {
     "(sigmoid(x)*x)": "silu",
     "((relu6((3+x))/6)*x)": "hardswish",
