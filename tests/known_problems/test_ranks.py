@@ -125,7 +125,7 @@ def synchronized_rank(rank, world_size, upstream, surplus):
 
 def test_synchronized_layers_refuse_ranks_with_different_numbers_of_batches():
     for message in on_ranks(2, synchronized_rank, "batch", 1):
-        assert "rank 0 has 2 batches, but rank 1 has more" in message, message
+        assert "rank 0 ran out of batches after 2, but rank 1 has more" in message, message
 
 
 def diagnosing_rank(rank, world_size):
@@ -139,7 +139,7 @@ def diagnosing_rank(rank, world_size):
 
 def test_diagnose_refuses_ranks_with_different_numbers_of_batches():
     for message in on_ranks(2, diagnosing_rank):
-        assert "rank 0 has 1 batches, but rank 1 has more" in message, message
+        assert "rank 0 ran out of batches after 1, but rank 1 has more" in message, message
 
 
 @pytest.mark.parametrize(("upstream", "surplus"), [("batch", 0), ("population", 1)])

@@ -38,7 +38,7 @@ SIGNS: dict[Any, str] = {
         [operator.truediv, operator.itruediv, torch.div, "div", "div_", "__truediv__", "__itruediv__"], "/"
     ),
 }
-# Activations that networks also write as formulas. As in the result of Matcher._formula, summands and factors are sorted.
+# Activations that networks also write as formulas. Matcher._formula returns such formulas, with sorted terms.
 FORMULAS = {
     "(sigmoid(x)*x)": "silu",
     "((relu6((3+x))/6)*x)": "hardswish",
