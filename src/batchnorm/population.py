@@ -341,9 +341,9 @@ def equal_on_all_ranks(batches: Iterable[Any], otherwise: str = "") -> Iterator[
         left = collectives.gather_objects(batch is not iterator)
         if any(left) and not all(left):
             raise ValueError(
-                f"rank {left.index(False)} ran out of batches after {number}, but rank {left.index(True)} has more: synchronized"
-                " layers need the same number of batches on every rank; the network was not changed. Leave out the"
-                f" surplus batches{otherwise}"
+                f"rank {left.index(False)} ran out of batches after {number}, but rank {left.index(True)} has more:"
+                " synchronized layers need the same number of batches on every rank; the network was not changed. Leave"
+                f" out the surplus batches{otherwise}"
             )
         if not any(left):
             return
