@@ -21,7 +21,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-# Without these variables, which could make the new environment import the package from elsewhere.
+# PYTHONPATH and PYTHONHOME could make the new environment import the package from elsewhere.
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
 # Quick tests that need no extras. They also compile the C kernel, whose source must be in the wheel.
 TESTS = """tests/layers tests/inference/test_fold.py tests/surgery/test_insert.py tests/test_population.py

@@ -5,8 +5,7 @@ python docs/paper_map.py
 Each ``Row`` in ``SECTIONS`` is one part of the paper. Its tags select the classes and functions that implement this
 part, by name or by text in the ``Paper:`` lines of their docstrings. The row also lists the tests and commands of the
 part. tests/test_docs.py checks that the code, tests and commands exist, and that the page is up to date.
-tests/paper/test_map_of_the_paper.py compares the rows with the paper's text: for each paragraph, figure and algorithm,
-some row must quote it.
+tests/paper/test_map_of_the_paper.py checks that the rows quote each paragraph, figure and algorithm of the paper.
 """
 
 import ast

@@ -87,9 +87,9 @@ def _seed_and_threads():
 def pytest_collect_file():
     """Look for docstring examples in src only.
 
-    Without Triton, some modules in src cannot be imported, so pytest is configured to skip such modules when it looks
-    for examples. In test files, this would hide import errors: the search would leave a partly imported module in
-    sys.modules, and pytest would then use that module and miss the tests that were not imported.
+    Some modules in src need Triton, so pytest is configured to ignore import errors when it looks for examples. If it
+    also looked in test files, a failed import would leave a partly imported module in sys.modules, and pytest would
+    run only the tests above the error.
     """
     return [collector for collector in (yield) if not isinstance(collector, DoctestModule)]
 
@@ -118,5 +118,5 @@ def missing():
 def pytest_collection_modifyitems(items):
     for mark, reason in missing():
         for item in items:
-            if item.get_closest_marker(mark):  # item.keywords also has the names of folders
+            if item.get_closest_marker(mark):  # item.keywords would also match names of folders
                 item.add_marker(pytest.mark.skip(reason=reason))

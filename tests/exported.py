@@ -31,7 +31,7 @@ def _source(node):
 def feeding(net, x):
     """For each activation that BN layers feed, return the layers' paths and the activation's name.
 
-    One of the layers can fuse the activation.
+    If the activation's input is the sum of two layers' outputs, only one of the two layers can fuse the activation.
     """
     with warnings.catch_warnings(action="ignore"), torch.no_grad():
         exported = torch.export.export(net.eval(), (x,))

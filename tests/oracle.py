@@ -150,7 +150,7 @@ def expect(
 def assert_near(
     actual: Tensor, expected: Tensor, dtype: torch.dtype, what: str = "", scale: float = 1.0, top=None
 ) -> None:
-    """Compare in float64; atol of ``dtype`` is relative to ``top`` or else the largest expected value."""
+    """Compare in float64; atol of ``dtype`` is relative to ``top``, by default the largest expected value."""
     assert actual.shape == expected.shape, (what, actual.shape, expected.shape)
     tolerance = TOLERANCE[dtype]
     if top is None:

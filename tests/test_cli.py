@@ -215,7 +215,7 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """Run the commands of SMALL, blocking packages that each does not need; return the folder and the printed texts."""
+    """Run each command of SMALL without the packages that it does not need; return the folder and the outputs."""
     folder, said = tmp_path_factory.mktemp("small"), {}
     striped_folder(folder / "images")
     (folder / "net.py").write_text(NET)

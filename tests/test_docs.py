@@ -268,7 +268,7 @@ def test_the_map_names_code_tests_and_commands_that_exist(paper_map):
     for row in rows:
         assert row.note or (row.tests and row.tags), row.says
         for tag in row.tags:
-            assert paper_map.symbols(row._replace(tags=(tag,))), f"{row.says}: no docstring carries {tag!r}"
+            assert paper_map.symbols(row._replace(tags=(tag,))), f"{row.says}: the tag {tag!r} selects no code"
         for path, _, test in (name.partition("::") for name in row.tests):
             assert f"\ndef {test}(" in (ROOT / "tests" / path).read_text(), test
         for command in row.commands:

@@ -274,7 +274,7 @@ def test_checkpointed_blocks():
     net = scramble_(Block(lambda n, x: checkpoint(n.f, x, use_reentrant=False) + x)).double()
     net.f.activation = torch.relu
     other, x = copy.deepcopy(net), image()
-    # In eager mode, torch.nn would count the batch twice.
+    # Compile the stock network, too: in eager mode, checkpointed stock layers count each batch twice.
     expected = step(net, x, torch.compile(net, backend="aot_eager", fullgraph=True))
     torch.testing.assert_close(step(other, x, torch.compile(other, backend=TRACED, fullgraph=True)), expected)
     torch.testing.assert_close(other.state_dict(), net.state_dict())

@@ -56,7 +56,7 @@ def test_a_resumed_job_may_replace_lines_of_a_killed_one(tmp_path):
     metrics.write_text('{"step": 1, "l')
     with Display() as display:
         running = _Running(Sum("one", tmp_path, ()), display)
-        metrics.write_text('{"step": 1, "loss": 0.5}\n')  # the display reads on in the middle of this line
+        metrics.write_text('{"step": 1, "loss": 0.5}\n')  # the display continues in the middle of this line
         running.show()
         metrics.write_text(metrics.read_text() + '{"step": 2, "loss": 0.4}\n')
         running.show()

@@ -75,7 +75,7 @@ class Shares(nn.Module):
 
 
 def by_deepcopy(net):
-    return copy.deepcopy(nn.Sequential(net))[0]  # its scripted parameters are not leaves of the autograd graph
+    return copy.deepcopy(nn.Sequential(net))[0]  # the copy's scripted parameters are not leaves of the autograd graph
 
 
 @pytest.mark.parametrize("source", [lambda net: net, by_deepcopy], ids=["scripted", "deepcopy of scripted"])

@@ -51,7 +51,7 @@ def test_a_function_of_a_module_or_a_file(folder, tmp_path_factory, monkeypatch)
     assert make_network("mynet:build", 5)[0].out_features == 5
     assert make_network("mynet:build")[0].out_features == 2
     assert make_network("mynet:library_style", 5)[0].out_features == 5
-    net, example = make_network("mynet.py:with_example", 5)  # takes no classes
+    net, example = make_network("mynet.py:with_example", 5)  # with_example takes no number of classes
     assert net(example).shape == (1, 1)
     monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
     assert make_network(f"{folder}/mynet.py:build", 4)[0].out_features == 4

@@ -24,7 +24,7 @@ HEADERS = {header: names.split() for header, names in (line.split(": ") for line
 INCLUDE = Path(torch.__file__).parent / "include"
 TREES = [ast.parse(path.read_text()) for path in sorted((ROOT / "src").rglob("*.py"))]
 OWNERS = (nn.Conv2d(1, 1, 1), nn.SyncBatchNorm(1), torch.empty(0), torch.optim.SGD([torch.empty(0)]))
-# For objects that share private names with objects of this library, only the names that the library uses.
+# Check only these names: the objects' other private names are also names of this library's own attributes.
 SINGLE = {"_orig_mod": torch.compile(nn.ReLU()), "_schema": torch.ops.aten.relu.default}
 
 
@@ -59,7 +59,7 @@ def imported(tree):
 
 
 def names_in(tree):
-    """Return the private names of torch's modules that a file imports, reaches through an import, or names."""
+    """Return the private names of torch's modules that a file imports, reaches through an import, or has as strings."""
     aliases = imported(tree)
     found = set(aliases.values())
     for node in ast.walk(tree):

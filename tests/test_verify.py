@@ -192,7 +192,7 @@ def chaotic(depth=40):
 def test_rounding_alone_is_no_reason_to_refuse(dtype):
     torch.manual_seed(0)
     net, x = chaotic().to(dtype), torch.randn(8, 16).to(dtype)
-    assert bn.fold(net, x).report.relative_error > 1e-4, "an error that a fixed tolerance would refuse"
+    assert bn.fold(net, x).report.relative_error > 1e-4, "the error must be one that a fixed tolerance would refuse"
     assert bn.convert(net, x).report.relative_error > 1e-4
 
 

@@ -28,11 +28,11 @@ def test_small_networks_on_this_machine(tmp_path, capsys):
     # Do not check the size of the peaks: it depends on the workspaces that the CPU's kernels allocate.
     assert [row.over_stock for row in rows] == [row.peak / rows[0].peak for row in rows]
     assert min(row.peak for row in rows) > 0
-    if not torch.cuda.is_available():  # on a CPU, the peak of the tensors includes workspaces, too
+    if not torch.cuda.is_available():  # on a CPU, workspaces count as tensors
         assert [row.tensors for row in rows] == [row.peak for row in rows]
     written = json.loads((tmp_path / "memory.json").read_text())
     assert [row["name"] for row in written["rows"]] == names
-    assert "commit" in written["environment"]  # None outside a git checkout
+    assert "commit" in written["environment"]  # its value is None outside a git checkout
     assert "ours, recompute" in capsys.readouterr().out
 
 
@@ -76,7 +76,7 @@ def test_workspaces_are_not_tensors():
         a = torch.empty(1 << 20, dtype=torch.uint8, device=device)
         torch.empty(1 << 23, dtype=torch.uint8, device=device)  # freed at once
         b = torch.empty(1 << 21, dtype=torch.uint8, device=device)
-        return a, b, torch.empty(1 << 20, dtype=torch.uint8, device=device)  # freed first, so it looks like a workspace
+        return a, b, torch.empty(1 << 20, dtype=torch.uint8, device=device)  # counts as a workspace: it is freed first
 
     gc.collect()  # otherwise, garbage of other tests could be freed during the call
     before = torch.cuda.memory_allocated()

@@ -40,7 +40,7 @@ def test_a_profile_sums_kernels_by_kind():
     assert found["launches"] == 3
     assert found["busy"] == 6 * 5 / 55
     assert list(found["milliseconds"].values()) == pytest.approx([0.0025] * 6)
-    assert found["longest_rest"] == {"forward_layers_2": 0.0025}  # not a kernel of this library
+    assert found["longest_rest"] == {"forward_layers_2": 0.0025}  # no kernel of this library has this name
     assert "BN, backward" in profile_report(found)
     assert "3 launches" in profile_report(found)
     with pytest.raises(RuntimeError, match="no kernels"):

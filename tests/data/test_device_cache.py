@@ -104,7 +104,7 @@ def test_a_tampered_file_is_written_anew(change, data, tmp_path):
     whole = file.read_bytes()
     with safe_open(file, framework="pt") as stored:
         tensors, metadata = change({name: stored.get_tensor(name) for name in stored.keys()}, stored.metadata())  # noqa: SIM118
-    file.unlink()  # not overwritten, because the tensors are mapped from it
+    file.unlink()  # do not overwrite the file: the tensors are mapped from it
     save_file(tensors, file, metadata)
     cache = opened(data, tmp_path / "decoded")
     assert torch.equal(cache.images, first.images)

@@ -280,7 +280,7 @@ def test_a_long_name_does_not_lengthen_all(tmp_path):
     assert source.name(0).endswith("xx/a.png")
 
 
-@pytest.mark.skipif(os.name == "nt", reason="Windows has no such names")
+@pytest.mark.skipif(os.name == "nt", reason="Windows does not allow such names")
 def test_class_names_stay_with_their_labels(tmp_path):
     names = ["a", "b\u2028c", "d\x85", "e\udcff", "f\x0b"]
     image_folder(tmp_path / "set", [(8, 8)] * 5, classes=names)

@@ -471,7 +471,7 @@ def test_a_layer_with_different_inputs():
     net = Coded(lambda n, x: n.bn(x) + n.bn(x + n.shift), bn=nn.BatchNorm1d(6), shift=0.0)
     bn.estimate_(net, data())
     assert not rules(net.train())
-    net.shift = torch.randn(6) / 40  # sampling noise
+    net.shift = torch.randn(6) / 40  # no more than sampling noise
     assert not rules(net)
     net.shift = 4.0
     bn.estimate_(net, data())

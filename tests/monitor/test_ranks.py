@@ -50,7 +50,7 @@ def test_one_rank_alone_monitors_without_changing_the_training(parallel, probe):
     assert not any(isinstance(result, str) for result in found), found
     for (state, _), (other, _) in zip(found, expected, strict=True):
         torch.testing.assert_close(state, other, rtol=0, atol=0)
-    assert [len(seen) for _, seen in found] == [5, 0]  # two in the training passes, and three from record()
+    assert [len(seen) for _, seen in found] == [5, 0]  # two records from training passes, three from record()
 
 
 @pytest.mark.parametrize("probe", [False, True])

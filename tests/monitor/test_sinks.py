@@ -39,7 +39,7 @@ def test_x_is_written_only_where_something_is_normalized(tmp_path):
     assert set(json.loads((tmp_path / "m.jsonl").read_text())["percentiles"]["sigmoid1"]) == {"z"}
 
 
-@pytest.mark.filterwarnings("ignore")  # tensorboard's own
+@pytest.mark.filterwarnings("ignore")  # tensorboard's own code gives warnings
 def test_tensorboard_gets_scalars(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

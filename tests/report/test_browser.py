@@ -14,7 +14,8 @@ from batchnorm.report.runs import read_runs
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium was found; apt-get install chromium")
 
-# A script that runs before the page's content security policy applies. When the page has loaded, it writes an answer.
+# This script runs before the page's content security policy applies. When the page has loaded, the script runs the
+# question, and adds the answer to the page.
 ASK = """<script>
 window.problems = [];
 addEventListener("error", (e) => problems.push(String(e.message || e.target.outerHTML)), true);
@@ -101,7 +102,7 @@ def test_menus_change_what_is_shown(page, tmp_path):
         seen.headings = [...document.querySelectorAll("#shift h3")].map((h) => h.textContent);
         return seen;""",
     )
-    assert found.pop("units") == 102  # typical, all, and each of the 100
+    assert found.pop("units") == 102  # typical, all, and each of the 100 units
     assert found.pop("headings") == ["linear2", "linear3", "output"]
     assert found["curve loss"] == [2, True]
     for key in ("layer sigmoid1", "unit 7", "unit all", "scale own"):

@@ -51,7 +51,7 @@ def test_a_run_of_train_is_read_whole(tmp_path):
     (tmp_path / "recipe.json").write_text(json.dumps({"batch_norm": True, "width": 0.5}))
     (tmp_path / "result.json").write_text(json.dumps({"running_top1": 0.5, "top1": 0.6}))
     (run,) = read_runs([tmp_path])
-    assert run.accuracy == [(8, 0.5)], "the validation accuracy, although the training accuracy was written first"
+    assert run.accuracy == [(8, 0.5)], "must be the validation accuracy, not the training accuracy"
     assert run.layers == ["relu"]
     assert run.line() == f"{tmp_path.name}: step 8, {' 50.00%, '.join(NAMES)} 60.00%"
     page = render([run])
@@ -261,7 +261,7 @@ def test_names_that_have_no_utf8_or_control_a_terminal(tmp_path, capsys):
     try:
         folder.mkdir()
     except (OSError, UnicodeEncodeError):
-        pytest.skip("this file system has no such names")
+        pytest.skip("this file system does not allow such names")
     (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
     page = report(Report((folder,), tmp_path / "report.html"))
     assert "a\ufffd[2J\ufffd" in page.read_text(encoding="utf-8")

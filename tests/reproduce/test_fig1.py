@@ -57,7 +57,7 @@ def test_batch_normalization_trains_faster_at_an_equal_rate(finished):
 
 def test_the_folded_network_is_the_unfolded_one(finished):
     summary = json.loads((finished / "with-bn" / "summary.json").read_text())["accuracy"]
-    assert summary["folded"] == pytest.approx(summary["population"], abs=1.5e-4)  # rounding may change one of 10,000
+    assert summary["folded"] == pytest.approx(summary["population"], abs=1.5e-4)  # rounding may change one answer
     assert summary["population"] == pytest.approx(summary["running"], abs=0.03)
 
 

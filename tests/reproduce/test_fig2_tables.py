@@ -481,7 +481,7 @@ def test_the_claims_at_every_choice_of_rates(results, tmp_path):
 
 def test_bn_trains_where_inception_fails(results):
     claim = "BN trains at higher rates"
-    sweeps(results)  # do not decide: the highest rates of the sweeps with and without BN differ
+    sweeps(results)  # the sweeps do not decide the claim, because their highest rates differ
     assert judged(results, claim).verdict == "not run yet"
     of_three(results, "bn-baseline-x5", {400: 0.3})
     assert judged(results, claim).verdict == "not run yet"

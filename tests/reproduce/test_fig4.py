@@ -150,7 +150,7 @@ def test_result_files_without_probabilities_do_not_count(plan, session, tmp_path
     result = read(tmp_path / "out")
     assert set(result["members"]) == {"apart"}
     assert result["missing"]["five"].startswith("left out of the ensemble: five.npz is missing; to compute")
-    assert [row["model"] for row in result["rows"][:4]] == ["five", "five", "apart", "apart"]  # still listed on its own
+    assert [row["model"] for row in result["rows"][:4]] == ["five", "five", "apart", "apart"]  # five is still listed
 
 
 def test_a_later_session_goes_on_from_the_files_alone(data, plan, session, tmp_path):

@@ -84,7 +84,7 @@ def workers_of(launcher):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc to find the ranks")
 def test_a_killed_rank_under_torchrun(data, tmp_path):
     done = subprocess.run(
         torchrun(2, data, tmp_path / "whole"), env=environment(), capture_output=True, text=True, check=False

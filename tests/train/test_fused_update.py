@@ -45,7 +45,7 @@ def test_it_takes_the_steps_of_torch(shapes, device):
         torch.testing.assert_close(
             ours.state[w]["momentum_buffer"], theirs.state[e]["momentum_buffer"], rtol=1e-6, atol=1e-6
         )
-        if c is not None:  # Triton's interpreter truncates instead of rounding
+        if c is not None:  # on a CPU, Triton's interpreter truncates instead of rounding
             tolerance = {"rtol": 0, "atol": 0} if c.is_cuda else {"rtol": 2**-7, "atol": 0}
             torch.testing.assert_close(c, w.detach().bfloat16(), **tolerance)
 
