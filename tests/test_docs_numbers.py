@@ -128,7 +128,8 @@ def mnist():
     runs = {(run["nonlinearity"], run["batch normalization"]): run for run in result("placement")["runs"]}
     means = {key: f"{run['mean']:.1%}" for key, run in runs.items()}
     yield "reproduce", f"{means['sigmoid', 'after it']}, against {means['sigmoid', 'before it']} before it"
-    yield "reproduce", f"the accuracies are {means['relu', 'after it']} and {means['relu', 'before it']}"
+    after, before = (means["relu", f"{where} it"] for where in ("after", "before"))
+    yield "reproduce", f"{after} with BN after the nonlinearity, and {before} before it"
     shapes = [shape for (name, _), run in runs.items() if name == "relu" for shape in run["shapes"]["3000"].items()]
     wu, u = ([shape["skewness"] for name, shape in shapes if name.startswith(start)] for start in ("Wu", "u"))
     yield "reproduce", f"skewness is {between(wu)}, and that of $u$ is {between(u)}"
@@ -155,7 +156,8 @@ def mnist():
     }
     yield "reproduce", f"{near['with BN', 'J']} of the singular values"
     yield "reproduce", f"with BN, and {near['without BN', 'J']} without BN"
-    yield "reproduce", f"in this range: {near['with BN', 'random']} and {near['without BN', 'random']}"
+    yield "reproduce", f"in this range: {near['with BN', 'random']} for matrices like the Jacobians with BN"
+    yield "reproduce", f"and {near['without BN', 'random']} for matrices like those without BN"
     last = {
         (run["network"], run["std"]): f"{max(run['saturated'][-1].values()):.0%}"
         for run in result("saturation")["runs"]
