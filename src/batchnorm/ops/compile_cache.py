@@ -36,7 +36,7 @@ class Source(NamedTuple):
     compiler: str  # the compiler's command if that environment variable is not set
     flags: tuple[str, ...]
     libraries: tuple[str, ...]  # linker flags, which must follow the source file on the command line
-    depends: str  # a part of the cache key that describes everything else that the compiled code depends on
+    depends: str  # for the cache key: what the compiled code depends on besides the source and the command
     load: Callable[[Path], Any]  # loads a compiled library; may raise OSError, ImportError or AttributeError
 
 

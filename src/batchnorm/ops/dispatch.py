@@ -254,8 +254,8 @@ def choose(call: Call) -> Choice:
     if not FAST:
         return Choice("composite", "BATCHNORM_FAST=0 disables every fast path")
     if torch.compiler.is_compiling():
-        # torch.compile could also fuse plain operations on CUDA, but we found no tensor size at which they are then
-        # clearly faster than this library's kernels (docs/compile.md).
+        # On CUDA, torch.compile could fuse plain operations too, but we found no tensor size at which the fused
+        # operations are clearly faster than this library's kernels (docs/compile.md).
         if x.device.type != "cuda":
             return Choice("composite", "torch.compile fuses plain operations itself")
     elif is_transformed():

@@ -108,7 +108,7 @@ def merge(parts: Moments) -> Moments:
     weight = counts / count.clamp(min=1)
     means = torch.where(seen, parts.mean, 0)
     # Average the differences from one part's mean, so that no precision is lost if all means are large.
-    # Use `index_select`, because `means[index]` would read the index on the host.
+    # Use `index_select`, because `means[index]` would wait for the GPU to compute the index.
     base = means.index_select(0, parts.count.argmax().reshape(1))[0].detach()
     delta = torch.where(seen, means - base, 0)
     shift = (weight * delta).sum(0)

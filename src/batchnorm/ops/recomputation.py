@@ -98,7 +98,7 @@ class Recomputed:
         self.value: tuple[Tensor, object] | None = None
 
     def read(self, counted: bool) -> Tensor:
-        """Return the tensor; keep it until all operations that saved it have read it or the backward pass ends."""
+        """Return the tensor, and keep it until every operation that saved it has read it, or the backward pass ends."""
         value = self.value[0] if self.value is not None and self.value[1] == _stream(self.value[0]) else self.compute()
         if is_recomputation():
             self.left -= counted
@@ -123,7 +123,7 @@ class Recomputed:
         self.value = value, _stream(value)
 
     def forget(self) -> None:
-        """Free the value, and expect every operation that saved it to read it again in the next backward pass."""
+        """Free the value, and reset the number of pending reads for the next backward pass."""
         self.value, self.left = None, self.readers
 
 
@@ -161,8 +161,8 @@ class Kept:
         if t._version != self.version:
             raise RuntimeError(
                 f"the backward pass needs a tensor of shape {tuple(t.shape)} ({t.dtype}) that was changed in place"
-                " after it was saved: change a copy of it (x = x + 1 instead of x += 1), or try the forward pass"
-                " without recompute(), because autograd then saves other tensors"
+                " after it was saved: change a copy of it (x = x + 1 instead of x += 1). If you cannot, try the forward"
+                " pass without recompute(), so that autograd saves other tensors"
             )
         return t
 

@@ -8,7 +8,7 @@ from torch.autograd import forward_ad
 
 
 def is_compiled() -> bool:
-    """Return whether torch.compile compiles this code or, after a graph break, called it from compiled code."""
+    """Return whether torch.compile is compiling this code, or compiled code called it after a graph break."""
     callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
     return torch.compiler.is_compiling() or callback() not in (None, False)
 

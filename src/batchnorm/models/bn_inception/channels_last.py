@@ -84,7 +84,7 @@ class ColumnTiles:
 
 
 def alignment(*tensors: Tensor | None) -> int:
-    """Return the largest power of two up to 16 that divides channel counts, pixel strides and addresses, in elements.
+    """Return the largest of 1, 2, 4, 8 and 16 that divides all channel counts, pixel strides and element addresses.
 
     >>> alignment(torch.zeros(1, 24, 4, 4).contiguous(memory_format=torch.channels_last))
     8

@@ -84,7 +84,7 @@ def inception(
         per_activation: the names of Inception modules, such as ("5b",), whose batch normalization has statistics, gamma
             and beta for each activation instead of each feature map.
         width: factor for all numbers of filters: 1 for the paper's network, less for quick trials on a CPU.
-        init: "kaiming", or "xavier", which was usual in 2014; the paper does not say how it initialized the weights.
+        init: "kaiming", or "xavier", which was usual in 2014; the paper does not name its initialization.
         init_scale: factor for the initial weights of the convolutions, except the depthwise one.
         eps: number added to the variance; the paper gives no value (1e-3 is TF-Slim's).
         momentum: weight of a new batch in the running averages; None weights all batches equally. The paper gives no
@@ -284,7 +284,7 @@ class LocalResponseNorm(nn.LocalResponseNorm):
 @cache
 def _neighbors(channels: int, size: int, factor: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the 1x1 kernel that adds up the ``size`` channels around each channel and multiplies by ``factor``."""
-    with torch.inference_mode(False):  # autograd cannot save an inference tensor, and this one is cached
+    with torch.inference_mode(False):  # training may need the cached tensor; autograd cannot save inference tensors
         c = torch.arange(channels)
         distance = c[None, :] - c[:, None]
         near = (distance >= -(size // 2)) & (distance <= (size - 1) // 2)

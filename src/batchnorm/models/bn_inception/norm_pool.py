@@ -1,8 +1,8 @@
-"""Batch normalization, ReLU and a 3x3 max pool at stride 2 as one function that does not write ReLU's full-size output.
+"""Batch normalization, ReLU and a 3x3 max pool at stride 2 as one function, which never stores ReLU's output.
 
 The forward pass has two launches: one computes the statistics of the input x, and the other computes the pooled output
 from x. The backward pass also has two launches, which read x, the gradient of the pooled output and the positions of
-the maxima. The only full-size tensor that the backward pass writes is dx, the gradient of x. With
+the maxima. The only tensor of x's size that the backward pass writes is dx, the gradient of x. With
 ``create_graph=True``, the backward pass uses differentiable operations instead of these launches.
 """
 

@@ -102,7 +102,7 @@ def write_blocks(x: Tensor, blocks: Tensor, before: int) -> None:
 
 
 def convolve_by_blocks(x: Tensor, kernel: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Convolve at stride 2, with an odd kernel size K and padding K // 2, as a stride-1 convolution of 2x2 blocks.
+    """Convolve at stride 2, with odd kernel size K and padding K // 2, by a stride-1 convolution on blocks of pixels.
 
     In half precision on a GPU, the kernels of pixel_blocks.cu compute the paper's first convolution and the gradient of
     its weights, if possible.

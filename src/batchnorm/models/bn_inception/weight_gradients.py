@@ -30,7 +30,7 @@ class WeightGradients:
     """
 
     # If more than AHEAD gradients are pending and their inputs take more than BYTES bytes, the backward pass waits for
-    # the oldest gradient, to release its inputs.
+    # the oldest gradient, so that the inputs of this gradient can be freed.
     AHEAD, BYTES = 2, 2**29
 
     def __init__(self) -> None:

@@ -83,7 +83,7 @@ def _run(call: Call) -> tuple[Tensor, Moments]:
     x, gamma, beta, eps, activation, residual, *_ = call
     # In half precision, torch's kernel rounds BN(x) before the residual is added, so the sum may get the wrong sign.
     if torch_kernels.is_fast(x) and (residual is None or x.dtype.itemsize > 2):
-        constant = call.running is not None  # `run` then detaches the moments, so they need no gradient
+        constant = call.running is not None  # with running averages, `run` detaches the moments
         found = torch_kernels.run(call, constant)
         if found is not None:
             remember(found[0], _again(eps, activation), x, gamma, beta, residual)

@@ -167,8 +167,8 @@ def train_(call: Call) -> Tensor | None:
         # Apply the activation before checking the statistics, while y is in the CPU's cache and before torch's worker
         # threads go to sleep.
         y = activate(y)
-    # `finite` is NaN if a running variance (`var`) is not finite, because inf * 0 is NaN; usually, it is 0. If a
-    # variance of the batch is infinite, the updated running variance is not finite.
+    # If a variance of the batch is infinite, the updated running variance (`var`) is not finite. Then `finite` is NaN,
+    # because inf * 0 is NaN. Usually, `finite` is 0.
     finite = var.dot(invstd).item() * 0.0
     # The norm of mean / std is at most the norm of mean times the norm of 1 / std. Compute the norm itself only if
     # this bound exceeds the limit.
@@ -263,7 +263,7 @@ def _can_be_added(residual: Tensor, x: Tensor) -> bool:
 
 
 def _is_unsavable(v: Tensor) -> bool:
-    """Return whether autograd might refuse to save ``v``; the error would come after the averages are updated."""
+    """Return whether autograd might refuse to save ``v``. This would raise an error after the averages are updated."""
     return v.is_inference() and torch.is_grad_enabled()
 
 

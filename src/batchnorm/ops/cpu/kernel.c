@@ -53,7 +53,7 @@ enum { CENTER, SCALE, OFFSET, SLOPE, LEVEL, LINES };
 enum { INVSTD = SLOPE, LACK = LEVEL };
 
 enum {
-    // planes: minimum number of values per example in a group of channels, except in the last group; see also Group
+    // planes: a group of channels (see Group) has at least this many values per example, except in the last group
     RUN = 256,
     WIDTH = 1024,  // maximum number of columns of a matrix, except for rows with more than WIDTH channels
     NARROW = 64,   // rows: minimum number of columns of a matrix
@@ -177,7 +177,7 @@ INLINE void add_squares(
         }
 }
 
-// ---- passes over one matrix, which is at the same place in x and in all other tensors of x's shape ----
+// ---- passes over one matrix: the same elements of x and of all other tensors of x's shape ----
 
 // In these passes, lines[i * pitch + j] is coefficient i (CENTER, SCALE, ...) of column j.
 

@@ -127,8 +127,8 @@ def unflatten(y: Tensor, x: Tensor) -> Tensor:
 def without_gaps(v: Tensor | None) -> Tensor | None:
     """Return ``v`` (C,), copied unless it is contiguous.
 
-    If the channels are adjacent in memory, torch's backward kernel reads gamma, and at inference the mean and variance,
-    as if they were contiguous, whatever their strides.
+    If the channels are adjacent in memory, torch's backward kernel ignores the strides of gamma and, in evaluation
+    mode, of the running mean and variance: it reads them as if they were contiguous.
     """
     return v if v is None or v.is_contiguous() else v.contiguous()
 

@@ -171,8 +171,8 @@ static bool is_vector(const Tensor& t, int64_t channels) {
   return !t.defined() || (t.dim() == 1 && t.size(0) == channels && t.is_contiguous());
 }
 
-// Finds the current stream and its workspace. Returns false if Python has to handle the call, because a CUDA graph is
-// being captured, the workspace is too small or the stream cannot be queried.
+// Finds the current stream and its workspace. Returns false if Python has to handle the call: if a CUDA graph is being
+// captured, the workspace is too small, or the stream cannot be queried.
 static bool find_room(const Tensor& x, const Pass& pass, void*& stream, Room& room) {
   int capturing = 0;
   if (current_stream(x.get_device(), &stream) != 0 || stream_is_capturing(stream, &capturing) != 0 || capturing != 0)
@@ -412,8 +412,8 @@ static bool has_autograd() {
   return !c10::impl::tls_local_dispatch_key_set().excluded_.has_any(c10::autograd_dispatch_keyset);
 }
 
-// Reads a torch.Tensor, an nn.Parameter or None. Returns false for all other types, which include other subclasses of
-// torch.Tensor, and for tensors with a forward-mode gradient.
+// Reads a torch.Tensor, an nn.Parameter or None. Returns false for all other types, even other subclasses of
+// torch.Tensor. Also returns false for tensors with a forward-mode gradient.
 static bool read(PyObject* given, Tensor& t) {
   if (given == Py_None) return true;
   if (reinterpret_cast<PyObject*>(Py_TYPE(given)) != THPVariableClass &&

@@ -361,7 +361,7 @@ def _differentiable(op: Any, kernel: Any) -> Any:
 
     def run(*args: Any) -> Any:
         if not (torch.is_grad_enabled() and _any_requires_grad(*args[:4])):
-            # If possible, call the kernel directly: calling `op` through torch's dispatcher takes longer than a launch.
+            # If possible, call the kernel directly: calling `op` through torch's dispatcher takes longer.
             return kernel(*args) if is_unseen(*args[:4]) else below(*args)
         rest = args[4:-1]
         again = lambda call, keep_bits: below(*args[:4], *rest, keep_bits)  # noqa: E731
@@ -371,7 +371,7 @@ def _differentiable(op: Any, kernel: Any) -> Any:
 
 
 def _whole(kernel: Any) -> Any:
-    """Wrap a kernel so that its last result is an empty tensor instead of None: custom ops cannot return None."""
+    """Wrap a kernel so that its last result, if None, becomes an empty tensor: custom ops cannot return None."""
 
     def call(*args: Any) -> Any:
         *results, last = kernel(*args)

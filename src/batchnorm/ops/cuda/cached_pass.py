@@ -26,7 +26,7 @@ class Pass(NamedTuple):
     dense: bool  # whether x has these strides
     residence: Residence | None  # resident.cu's launch parameters, or None to use the Triton kernels
     tiling: Tiling  # the Triton kernels' launch parameters
-    launches: tuple[TritonLaunch, ...]  # the launches of the Triton kernel: one, or two (for sums, then for outputs)
+    launches: tuple[TritonLaunch, ...]  # the launches of the Triton kernel: one, or one for sums and one for outputs
     resident_room: tuple[int, int]  # the numbers of floats and counters in the workspace of resident.cu
     room: tuple[int, int]  # the numbers of floats and counters in the workspace of the Triton kernels
 

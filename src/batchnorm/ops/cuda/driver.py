@@ -248,4 +248,4 @@ def check(result: int) -> None:
         text = ctypes.c_char_p()
         library().cuGetErrorString(result, ctypes.byref(text))
         kind = Refused if result in _REFUSALS else RuntimeError
-        raise kind(f"CUDA: {(text.value or b'unknown error').decode()}")
+        raise kind(f"the CUDA driver returned an error: {(text.value or b'unknown error').decode()}")

@@ -34,7 +34,7 @@ def geometry_of(x: Tensor) -> Geometry | None:
 
 
 def _collapse(shape: tuple[int, ...], stride: tuple[int, ...]) -> int | None:
-    """Return the stride of the dimensions flattened into one (0 for a single value), or None if this is impossible.
+    """Return the stride of the dimensions after flattening (0 for a single value), or None if they cannot be flattened.
 
     The result is also None if a dimension with several values has a stride of 0.
     """

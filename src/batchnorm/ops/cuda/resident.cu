@@ -335,7 +335,7 @@ struct Walk {
 
     // Returns the offset of the byte that holds the i-th vector's sign bits (see sign_bits.py). The bits are stored row
     // by row, with C bits per row (channels last), or channel by channel, with units * V bits per channel (channels
-    // first). Each row or channel is padded to whole bytes. If WOVEN, the bits have the order of the values of y.
+    // first). Each row or channel is padded to whole bytes. If WOVEN, the bits are in the order of the values of y.
     __device__ __forceinline__ i64 of_bits(const Shape& s, int i) const {
 #if LAST
         return (i64)(first + i * step) * ((s.C + 7) / 8) + (slice * SV + column) * V / 8;

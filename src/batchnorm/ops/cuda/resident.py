@@ -134,7 +134,7 @@ def choose(g: Geometry, itemsize: int, backward: bool, residual: bool, processor
 def _of_planes(
     g: Geometry, itemsize: int, backward: bool, residual: bool, processors: int, tensors: int
 ) -> Residence | None:
-    """Choose the launch for a channels-first tensor in which a channel fills whole vectors in each example."""
+    """Choose the launch for a channels-first tensor if a channel's values in one example fill whole vectors."""
     megabytes, channel = megabytes_of(g, itemsize), g.rows * itemsize
     # Whether all channels can be processed at the same time, but only with two programs per multiprocessor.
     at_once = processors < g.channels <= 2 * processors

@@ -25,7 +25,7 @@ class Workspace:
     def __init__(self) -> None:
         self.by_stream: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
         self.arenas: dict[int, tuple[Tensor, int]] = {}
-        self.retired: list[tuple[Tensor, Tensor]] = []  # memory that was too small; the C++ extension may still use it
+        self.retired: list[tuple[Tensor, Tensor]] = []  # memory since replaced; the C++ extension may still use it
 
     def __call__(self, x: Tensor, floats: int, words: int) -> tuple[Tensor, Tensor]:
         """Return memory for at least this many floats and words."""

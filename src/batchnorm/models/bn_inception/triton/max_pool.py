@@ -290,7 +290,7 @@ def max_sums(
 
 @triton.jit
 def load_window(d, p, here, half_here, P: tl.constexpr, V: tl.constexpr):
-    """Return the gradients [P, V] of windows and the positions of maxima; where a mask is False, 0 and NOWHERE."""
+    """Return the windows' gradients [P, V] and positions of maxima; where the masks are False, return 0 and NOWHERE."""
     return load_pixels(d, here, half_here, None, P, V), load_places(p, half_here, P, V)
 
 

@@ -261,8 +261,8 @@ def backward(
     """Run the backward pass, or the phase that PHASE selects, with ``slices * parts`` programs.
 
     x has the strides ``x_stride`` and ``x_plane``; dx, the residual and its gradient have ``y_stride`` and ``y_plane``;
-    dy has ``dy_stride`` and ``y_plane``. ``x_plane`` and ``y_plane`` are the strides of a channel. For channels last, C
-    is passed divided by A (see tile.py).
+    dy has ``dy_stride`` and ``y_plane``. ``x_plane`` and ``y_plane`` are the strides of a channel. For channels last,
+    the caller divides C by A (see tile.py).
     """
     shape = (C * (FORM[3] if FORM[0] else 1), units, width, magic, shift)
     piece, part = place(words, slices, parts, beside, PHASE, TICKET)

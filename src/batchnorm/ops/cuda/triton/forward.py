@@ -78,8 +78,8 @@ def merge(partial, first, last, share, channel, shape, EACH: tl.constexpr):
 
     M2 = sum(M2_part + n_part (mean_part - mean)^2) (Chan, Golub & LeVeque). The code subtracts ``base`` from the means
     before it adds them up. The term s1 * low that is subtracted at the end is n low^2, where n is the number of values.
-    The first of K parts has at least n / K values, and alone adds at least (n / K) low^2 to M2. So M2 is at least 1/K
-    of the subtracted term, and little precision is lost.
+    Little precision is lost, because M2 is at least 1/K of this term, where K is the number of parts: the first part
+    has at least n / K values, and its mean_part - mean is -low, so it adds at least (n / K) low^2 to M2.
     """
     PARTS: tl.constexpr = 32
     C = shape[0]
@@ -323,8 +323,8 @@ def forward(
 ):  # fmt: skip
     """Run the forward pass, or the phase that PHASE selects, with ``slices * parts`` programs.
 
-    ``x_plane`` and ``y_plane`` are the strides of a channel. The residual has the strides of y. For channels last, C is
-    passed divided by A (see tile.py).
+    ``x_plane`` and ``y_plane`` are the strides of a channel. The residual has the strides of y. For channels last, the
+    caller divides C by A (see tile.py).
     """
     shape = (C * (FORM[3] if FORM[0] else 1), units, width, magic, shift)
     piece, part = place(words, slices, parts, beside, PHASE, TICKET)

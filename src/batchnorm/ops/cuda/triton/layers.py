@@ -5,8 +5,8 @@ layer. Slices are numbered across all layers: layer 0 starts at slice 0, layer 1
 there are fewer than four layers, the absent layers start at slice ``slices``, the total number of slices, so that no
 slice belongs to them. ``stats``, ``dgamma``, ``dbeta``, ``partial`` and ``words`` hold the values of all layers, one
 layer after the other. The argument ``piece`` of a function is the index of a slice, and ``firsts`` has the first slices
-of layers 1 to 3. The numbers of channels and the strides are passed divided by A. A and the other arguments are
-described in tile.py, forward.py, backward.py and barrier.py.
+of layers 1 to 3. The caller divides the numbers of channels and the strides by A. For A and the other arguments, see
+tile.py, forward.py, backward.py and barrier.py.
 """
 
 from __future__ import annotations

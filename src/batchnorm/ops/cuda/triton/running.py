@@ -17,7 +17,7 @@ import triton.language as tl
 
 from . import barrier
 
-BAD = tl.constexpr(1 << 16)  # for each slice with a non-finite moment, added to the count of finished slices
+BAD = tl.constexpr(1 << 16)  # added to the count of finished slices for each slice with a non-finite moment
 
 
 @triton.jit

@@ -20,7 +20,7 @@ Most functions take some of these arguments:
 - ``first``: the index of the first unit of a tile or of a part.
 - ``last``: one more than the index of the last unit of the program's part.
 - ``FORM``: five constants: whether the layout is channels last, R, V, A, and whether offsets need 64 bits. A is a
-  number that divides all strides, and the strides are passed divided by A.
+  number that divides all strides. The caller divides the strides by A.
 - ``shape``: five numbers: the number of channels C, the number of units of a slice, the number of units of a channel
   in one example, ``magic`` and ``shift``. The last three are used only for channels first. ``magic`` and ``shift``
   replace the division by the third number with a multiplication and a shift, which are faster.
@@ -47,7 +47,7 @@ HARDSWISH = tl.constexpr(NAMES.index("hardswish"))
 
 @triton.jit
 def channels_of(piece, FORM: tl.constexpr):
-    """Return the indices of a slice's channels, as a tensor of shape [W]; in the last slice, some may be C or more."""
+    """Return the indices of a slice's channels, as a tensor of shape [W]; the last slice may have indices >= C."""
     V: tl.constexpr = FORM[2]
     if FORM[0]:
         return piece * V + tl.arange(0, V)
