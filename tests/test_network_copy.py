@@ -195,7 +195,7 @@ def test_methods_and_partials_follow_the_copy(name):
 
 def test_a_forward_that_ignores_the_network_it_is_given_is_refused():
     net = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    with pytest.raises(ValueError, match=r"forward= calls the network"):
+    with pytest.raises(ValueError, match=r"make sure that it calls the network"):
         bn.fold(net, torch.randn(4, 3), forward=lambda _, x: net(x))
 
 

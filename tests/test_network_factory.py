@@ -87,8 +87,8 @@ def test_files_of_one_name_in_different_folders(folder, tmp_path):
         ("mynet:WIDTH", "WIDTH is of type int; give a function that returns a network"),
         (
             "mynet:wide",
-            "without arguments: missing a required argument: 'width'; if that is the number of classes, rename it to"
-            " 'classes', or else give it a default value",
+            "without arguments: missing a required argument: 'width'; if this argument is the number of"
+            " classes, name it 'classes'; if not, give it a default value",
         ),
         (
             "mynet:deep",

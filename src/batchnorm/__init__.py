@@ -34,7 +34,7 @@ To ship a network:
 
 - ``estimate_(net, batches)``: set the population statistics after training, or after averaging weights.
 - ``adapt(net, batches)``: get the network with the population statistics of a new domain.
-- ``fold(net, example)``: get the network without batch normalization.
+- ``fold(net, example)``: get a network for inference, with its batch normalization folded into the weights.
 - ``export(net, example, path)``: fold the network and write it as an ONNX or ``torch.export`` file.
 - ``load(run)``: open a run of ``batchnorm train``, with its network, its classes and a ``predict`` method.
 

@@ -32,7 +32,7 @@ def adapt(
     Args:
         net: a trained network, with the statistics of its training data.
         batches: mini-batches of the new domain, for :func:`estimate_`.
-        prior: how many batches the old statistics count as; with 0, they are dropped.
+        prior: the weight of the old statistics, as a number of batches; with 0, they are not used.
         forward: a function that takes the network and a batch, and calls the network; see :func:`estimate_`.
 
     Returns:
@@ -40,10 +40,10 @@ def adapt(
 
     Raises:
         ValueError: if ``prior`` is negative or not finite, if it is above 0 and old statistics are not finite, if the
-            network cannot be copied, if a copy still uses a part of the original, or for the same reasons as in
+            network cannot be copied, if the copy still uses a part of the original, or for the same reasons as in
             :func:`estimate_`.
-        TypeError: if ``net`` is not a network or is a wrapper (compiled or parallel). Also if the network cannot be
-            called on the batches; in this case, pass ``forward=`` to say how to call it.
+        TypeError: if ``net`` is not a network, or is a compiled or data-parallel wrapper. Also if the network cannot
+            be called on the batches; in this case, pass ``forward=`` to say how to call it.
 
     >>> import torch
     >>> net = nn.Sequential(nn.BatchNorm1d(1))

@@ -66,7 +66,7 @@ def call_with(words: Sequence[str], function: Callable[..., Any], prog: str, des
         errors, output = io.StringIO(), _Output()
         written = function.__doc__
         try:
-            # tyro would keep the markup and the line breaks within the description of an argument.
+            # Remove markup and line breaks from the arguments' descriptions, because tyro would show them.
             function.__doc__ = re.sub(r"\n {12}(?=\S)", " ", (written or "").replace("``", ""))
             with redirect_stderr(errors), redirect_stdout(output):
                 made = TYRO.cli(bound, prog=prog, description=description, config=config, args=words, registry=registry)

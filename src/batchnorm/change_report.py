@@ -39,7 +39,7 @@ class VerbReport:
     verb: str
     sites: tuple[Site, ...]
     relative_error: float | None = None
-    """The largest max |new - old| / max |old| of the output tensors for the example, if outputs were compared."""
+    """max |new - old| / max |old| for the example, the largest over all output tensors; None if not compared."""
     notes: tuple[str, ...] = field(default=())
     fusion: str = ""
     """A phrase that says how many layers are fused with the sums and activations after them."""
@@ -63,7 +63,7 @@ class VerbReport:
 
     @property
     def summary(self) -> str:
-        """One line that says how many sites were changed and, if the others share a reason, why they were not."""
+        """One line that says how many sites were changed, and why the others were not, if they share a reason."""
         noun, action, done = WORDS.get(self.verb, ("site", "done", "done"))
         words = Counter(site.action.partition(" ")[0] for site in self.sites)
         count, maps = words.pop(action, 0), words.pop("fixed", 0)
@@ -83,7 +83,7 @@ class VerbReport:
         return f": {first}" if first and not others else ": the reasons differ" if others else ""
 
     def __str__(self) -> str:
-        """Return the summary, the first sites that were not changed or have a reason, and the notes."""
+        """Return the summary, the sites that were not changed or have a reason (at most LISTED), and the notes."""
         _, action, _ = WORDS.get(self.verb, ("", "done", ""))
         listed, rest = list(self.sites), 0
         if self.verb != "insert":  # list all of insert's sites: each says whether a layer was normalized

@@ -292,7 +292,7 @@ def _call(function: Callable[..., object], command: str, words: list[str]) -> No
 
 
 def _with_dashes(message: str, function: Callable[..., object]) -> str:
-    """Write the options of a command's function as on the command line.
+    """In a message, write the names of the function's options as on the command line.
 
     >>> def train(rate: float, batch_size: int) -> None: ...
     >>> _with_dashes("batch_size=1: must be 2 or more", train)

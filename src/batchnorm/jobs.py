@@ -165,7 +165,7 @@ class _Running:
             new = file.read()
         whole = new[: new.rfind(b"\n") + 1]
         self.position += len(whole)
-        # A resumed run may have replaced lines, so the first new line may be the end of a line.
+        # A resumed run may have replaced lines, so the new text may start in the middle of a line.
         return [record for line in whole.splitlines() if (record := _record(line)) is not None]
 
 

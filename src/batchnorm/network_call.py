@@ -203,7 +203,7 @@ def map_tensors(tree: Any, fn: Callable[[Tensor], Any], other: Callable[[Any], A
     if isinstance(tree, Tensor):
         return fn(tree)
     if isinstance(tree, tuple) and hasattr(tree, "_make"):
-        # Not type(tree)(...), because the constructor of PackedSequence accepts only tensors.
+        # Do not call type(tree)(...), because the constructor of PackedSequence accepts only tensors.
         return tree._make(map_tensors(x, fn, other) for x in tree)
     if isinstance(tree, tuple | list):
         return type(tree)(map_tensors(x, fn, other) for x in tree)

@@ -28,7 +28,7 @@ def private_copy(net: nn.Module) -> nn.Module:
     """Return a deep copy of the user's network, which can be changed without changing the original.
 
     Raises:
-        TypeError: if ``net`` is not a network, or is a wrapper (compiled or parallel) around the user's network.
+        TypeError: if ``net`` is not a network, or is a compiled or data-parallel wrapper around the user's network.
         ValueError: if the network cannot be copied, or has lazy layers that are not initialized.
     """
     network_call.check_network(net)
@@ -48,7 +48,7 @@ def private_copy(net: nn.Module) -> nn.Module:
 
 
 def unwrapped(net: nn.Module) -> tuple[str, nn.Module]:
-    """Return (prefix, network): the network inside all wrappers, and the prefix of its layers' names in ``net``."""
+    """Return (prefix, network): the prefix that wrappers add to the layers' names, and the network inside them."""
     prefix = ""
     while (inner := WRAPPERS.get(type(net).__name__)) is not None:
         prefix, net = f"{prefix}{inner}.", getattr(net, inner)
@@ -79,13 +79,13 @@ def _copy_scripted(module: nn.Module, memo: Memo) -> None:
     """Add a copy of a scripted module to a memo.
 
     For scripted modules, deepcopy makes the new parameters functions of the old ones, so the new module's gradients
-    would go to the old module. It also ignores that other modules may share these parameters.
+    would go to the old module. deepcopy also ignores that other modules may share these parameters.
     """
     twin = copy.deepcopy(module)
     for old, new in zip(module.modules(), twin.modules(), strict=True):
         memo[id(old)] = new
         for name, p in old.named_parameters(recurse=False, remove_duplicate=False):
-            if not p.is_leaf and id(p) not in memo:  # the user copied the module with deepcopy
+            if not p.is_leaf and id(p) not in memo:  # not a leaf if the user made `module` with deepcopy
                 memo[id(p)] = p.detach().clone().requires_grad_()
             setattr(new, name, copy.deepcopy(p, memo))
 
@@ -197,9 +197,9 @@ def isolated(net: nn.Module, twin: nn.Module, *, seed: int = 0) -> Iterator[Call
         handle.remove()
         if used:
             raise SharedWithOriginalError(
-                f"a copy of the network still uses {used[0]} of the original, so nothing was changed: replace functions"
-                " that refer to the original, such as self.block = lambda x: self.bn(x), with methods or modules, and"
-                " make sure that forward= calls the network that is passed to it"
+                f"a copy of the network still uses {used[0]} of the original, so nothing was changed. Replace functions"
+                " that refer to the original, such as self.block = lambda x: self.bn(x), with methods or modules. If"
+                " you pass forward=, make sure that it calls the network that it is given"
             ) from None
 
 
@@ -218,7 +218,7 @@ def _fixed_random_numbers(net: nn.Module, seed: int) -> Iterator[None]:
 
 
 def _held(net: nn.Module) -> dict[int, tuple[str, Any]]:
-    """Return {id: (description, object)} for a network's modules and tensors, also those in plain lists and objects."""
+    """Return {id: (description, object)} for a network's modules and tensors, including those in lists and objects."""
     found: dict[int, tuple[str, Any]] = {}
     waiting: list[tuple[str, nn.Module]] = [("", net)]
     while waiting:
@@ -264,7 +264,7 @@ def run_copy(net: nn.Module, twin: nn.Module, example: Any, forward: network_cal
 
 
 def relative_error(new: Any, old: Any) -> float:
-    """Return the largest max |new - old| / max |old| of all pairs of tensors, or inf if their number or shapes differ.
+    """Return max |new - old| / max |old|, the largest over pairs of tensors, or inf if their number or shapes differ.
 
     Raises:
         ValueError: if there is nothing to compare.

@@ -186,7 +186,7 @@ def _arguments(name: str, function: Callable[..., Any], classes: int | None) -> 
             hint = (
                 "; give its arguments default values"
                 if classes is None
-                else "; if that is the number of classes, rename it to 'classes', or else give it a default value"
+                else "; if this argument is the number of classes, name it 'classes'; if not, give it a default value"
             )
         raise ValueError(f"{name} cannot be called {how}: {error}{hint}") from error
     except ValueError:

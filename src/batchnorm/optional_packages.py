@@ -20,7 +20,7 @@ class MissingExtraError(ImportError):
 
 
 def require(module: str, extra: str) -> ModuleType:
-    """Import ``module``, or raise an error that says how to install it, or why an installed package fails to import.
+    """Import ``module``; if that fails, raise an error that says how to install the package, or why importing fails.
 
     >>> require("math", "train").pi > 3
     True

@@ -80,12 +80,12 @@ def estimate_(
 
     All layers except batch normalization run in evaluation mode, so dropout, for example, is off. Frozen batch
     normalization layers keep their statistics and normalize by them. A layer is frozen if ``freeze_`` froze its
-    statistics, or if it is in evaluation mode inside a network in training mode. The statistics of ``F.batch_norm``
-    calls outside batch normalization layers are not estimated; the returned report lists those of the first batch. Each
-    estimated layer's ``num_batches_tracked`` is set to the number of averaged batches. All other buffers keep their
-    values; if an exception is raised, all buffers do. Changes that the network's own ``forward`` makes to parameters
-    and attributes, such as ``self.calls += 1``, remain. Call ``estimate_`` once after averaging weights (EMA, SWA),
-    because a network with averaged weights has different statistics.
+    statistics, or if it is in evaluation mode inside a network in training mode. For calls of ``F.batch_norm`` outside
+    batch normalization layers, no statistics are estimated; the report lists such calls if the first batch reaches
+    them. Each estimated layer's ``num_batches_tracked`` is set to the number of averaged batches. All other buffers
+    keep their values. If an exception is raised, every buffer keeps its value. Changes that the network's own
+    ``forward`` makes to parameters and attributes, such as ``self.calls += 1``, remain. Call ``estimate_`` once after
+    averaging weights (EMA, SWA), because a network with averaged weights has different statistics.
 
     In a distributed run, every rank calls ``estimate_`` on its own batches, and every rank gets the statistics of all
     batches. If the network has synchronized layers, all ranks need the same number of batches. With
@@ -227,13 +227,12 @@ def _by_depth(
     if missing:
         graphs += _graphs_of_others(net, missing, iterator, forward)
         unread = batches
-    # For each batch normalization layer, the batch normalization layers on the paths from the network's input to any of
-    # its calls.
+    # `above` maps each batch normalization layer to those on the paths from the network's input to its calls.
     above: dict[nn.Module, set[nn.Module]] = {}
     shared = set[nn.Module]()
     for graph in graphs:
-        # For each call, the batch normalization layers on the paths from the network's input to the call, including
-        # the called layer.
+        # `reaching` maps each call to the batch normalization layers on the paths from the network's input to the call,
+        # including the called layer.
         reaching: dict[TracedCall, set[nn.Module]] = {}
         for call in graph.calls:
             found = reaching[call] = set().union(*(reaching.get(v.producer, ()) for v in call.inputs if v.producer))
@@ -333,7 +332,7 @@ def is_synchronized(module: nn.Module) -> bool:
 def equal_on_all_ranks(batches: Iterable[Any], otherwise: str = "") -> Iterator[Any]:
     """Yield the batches; if ranks have different numbers of batches, raise ValueError instead of hanging.
 
-    ``otherwise`` is what the caller can do instead of leaving out batches, for the message.
+    The error message says to leave out batches; ``otherwise``, which is appended to it, names an alternative.
     """
     iterator = iter(batches)
     for number in count():
@@ -356,9 +355,9 @@ class _Observer:
     A layer of a ``KNOWN`` class in training mode computes the moments itself: with momentum 1, its buffers hold the
     batch's mean and unbiased variance after the call. The observer computes the moments for all other layers, and for
     layers with half-precision buffers, without a batch counter, with their own forward, or with a ``statistics`` object
-    such as ``Sync()``. If ``direct`` is true, it does so for every layer. A layer with its own forward may change its
-    input before normalizing it, so the observer records what this layer passes to ``F.batch_norm`` or to
-    ``BatchNorm.forward``.
+    such as ``Sync()``. If ``direct`` is true, the observer computes the moments for every layer. A layer with its own
+    forward may change its input before normalizing it, so the observer records what this layer passes to
+    ``F.batch_norm`` or to ``BatchNorm.forward``.
     """
 
     def __init__(self, layer: TorchBatchNorm, path: str, rule: Rule, *, direct: bool) -> None:

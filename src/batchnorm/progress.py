@@ -18,7 +18,7 @@ LINE_EVERY = 30.0
 def progress(items: Iterable[T], label: str, total: int | None = None, unit: str = "") -> Iterator[T]:
     """Yield the items, and show progress on stderr if the loop takes more than a few seconds.
 
-    In lines of text, ``unit``, such as "batch", precedes the number of items done.
+    In lines of text, ``unit`` stands before the number of items done, as in "batch 3 of 10".
 
     >>> list(progress([1, 2], "counting"))
     [1, 2]
@@ -136,7 +136,7 @@ class Display:
                     self.say(f"{name}: {shown}")
 
     def add(self, name: str, total: int | None = None, unit: str = "") -> None:
-        """Add a task of ``total`` items; in lines of text, ``unit`` precedes the number of items done."""
+        """Add a task of ``total`` items; in lines of text, ``unit`` stands before the number of items done."""
         task = None if self.bars is None else self.bars.add_task(name, total=total)
         self._shown[name] = _Shown(task, total, f"{unit} " if unit else "")
 

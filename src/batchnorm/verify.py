@@ -73,14 +73,14 @@ def verify(
         advice: a sentence that says what to do about a difference. The error message ends with this sentence, unless
             the original's own results vary from run to run.
         training: whether to compare in training mode.
-        same_weights: whether the new network has the original's weights; then only float64's own rounding remains.
+        same_weights: whether the new network has exactly the original's weights; if so, it has not rounded any.
         make: a function that makes the new network from an original and an example.
         tolerance: the largest relative error to accept; by default, the error that rounding can cause.
 
     Raises:
         ValueError: if the error is too large, if the outputs differ in structure, type or shape, if there is nothing
             to compare, if a network cannot be copied, or if a copy still uses a part of the original.
-        TypeError: if a network is a wrapper (compiled or parallel), or cannot be called on the example.
+        TypeError: if a network is a compiled or data-parallel wrapper, or cannot be called on the example.
     """
     run = _CopyRunner(example, forward, training)
     was = run(old)

@@ -266,7 +266,7 @@ REMEDIES = {
     "ours, alone in evaluation mode": (faulty(thaws, change=ours), "thaws", "bn2", FREEZE, convert_and_freeze),
     "a class that convert refuses": (
         *(faulty(subclass, thaws), "thaws", "bn2"),
-        *("override train() of the network to leave the layer in evaluation mode: bn.convert refuses this layer",),
+        *("override the network's train() to keep the layer in evaluation mode, because bn.convert refuses it",),
         overridden,
     ),
     "half frozen": (faulty(half_frozen), "half_frozen", "bn2", FREEZE, convert_and_freeze),

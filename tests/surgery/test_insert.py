@@ -123,7 +123,7 @@ def test_where_chooses_another_subset(where):
 
 
 def test_a_wrong_name_is_refused():
-    with pytest.raises(ValueError, match=r"where= names head, but batch normalization cannot .*: 0, 2$"):
+    with pytest.raises(ValueError, match=r"where= contains head, but batch normalization cannot .*: 0, 2$"):
         bn.insert(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)), torch.zeros(2, 3), where=["head", "0"])
 
 

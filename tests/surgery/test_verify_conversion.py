@@ -105,7 +105,7 @@ def test_outputs_under_autocast():
         ValueError, match=r"outputs are \[\(torch.float32, .*, but the original's are \[\(torch.bfloat16"
     ):
         verify(lambda x: x.float() if torch.is_autocast_enabled("cpu") else x)
-    with pytest.raises(ValueError, match="autocast changes the converted network's outputs too much: compared"):
+    with pytest.raises(ValueError, match="autocast changes the converted network's outputs too much: their"):
         verify(rounded)
 
 

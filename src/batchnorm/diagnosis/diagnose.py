@@ -23,9 +23,9 @@ def diagnose(
 ) -> Diagnosis:
     """Find out what is wrong with a network's batch normalization, and how to fix it.
 
-    Copies of the network run on the batches; the network itself is not changed. Each finding names a layer, the reason
-    and a fix. Some rules need limits that are a matter of judgment, such as the size below which a batch is too small;
-    :mod:`batchnorm.diagnosis.rules` lists these limits.
+    Copies of the network run on the batches; the network itself is not changed. Each finding names a layer (or the
+    whole network), the reason and a fix. Some rules need limits that are a matter of judgment, such as the size below
+    which a batch is too small; :mod:`batchnorm.diagnosis.rules` lists these limits.
 
     In a distributed run, each rank can diagnose the network on its own batches. If the network has synchronized
     layers, all ranks must call ``diagnose``, with the same number of batches.
@@ -43,7 +43,7 @@ def diagnose(
             dict), if the network cannot be copied, or if a copy still uses a part of the original. Also if the network
             has synchronized layers and ranks have different numbers of batches.
         TypeError: if the network cannot be called on the batches; pass ``forward=`` to say how to call it. Also if
-            ``net`` is not a network, is scripted, or is a wrapper (compiled or parallel).
+            ``net`` is not a network, is scripted, or is a compiled or data-parallel wrapper.
 
     >>> net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
     >>> found = diagnose(net, [torch.ones(64, 4) * 10 + torch.randn(64, 4) for _ in range(10)])

@@ -40,11 +40,11 @@ class Layer:
     ran_in_training: bool
     """Whether the layer's copy was in training mode on the batches."""
     inputs: list[MomentAccumulator] = field(default_factory=list)
-    """The moments of its inputs: one accumulator for the first call in each forward pass, one for the second, ..."""
+    """The moments of the layer's inputs: one accumulator for the first call in a pass, one for the second, ..."""
     m: float = 0.0
     """The largest number of values per feature that statistics were computed from."""
     not_finite: Tensor | int = 0
-    """How many of its inputs had an inf or NaN."""
+    """How many of the layer's inputs had an inf or NaN."""
     largest: Tensor | None = None
     """The largest output of each feature."""
     called: bool = False
@@ -81,7 +81,7 @@ class Layer:
 
     @property
     def averages(self) -> list[AveragedMoments]:
-        """The averaged moments of its inputs, as in ``inputs``, without the calls that had no values."""
+        """The averages of the moments in ``inputs``, except those of calls that never had values."""
         return [found for found in (moments.averages() for moments in self.inputs) if found is not None]
 
     def watch(self, twin: nn.Module) -> None:

@@ -12,7 +12,7 @@ WIDTH = 100
 
 @dataclass(frozen=True)
 class Finding:
-    """One problem: the rule that found it, the path of the layer, the reason and what to do about it."""
+    """One problem: the rule that found it, the layer's path ("" for the whole network), the reason and the fix."""
 
     rule: str
     path: str

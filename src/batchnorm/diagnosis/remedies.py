@@ -37,7 +37,7 @@ def freeze(e: Evidence, layer: Layer) -> str:
     """Say how to freeze a layer with running statistics; ``freeze_`` needs a layer of this library."""
     if can_be_ours(e, layer):
         return f"{convert(layer)}freeze it with bn.freeze_, which train() does not undo"
-    return "override train() of the network to leave the layer in evaluation mode: bn.convert refuses this layer"
+    return "override the network's train() to keep the layer in evaluation mode, because bn.convert refuses it"
 
 
 def fine_tune(e: Evidence, layer: Layer) -> str:

@@ -127,8 +127,8 @@ def stale_averages(e: Evidence) -> Iterator[Problem]:
 def _gaps(layer: Layer, averages: AveragedMoments) -> tuple[float, float, int, int]:
     """Compare running averages with the population.
 
-    Returns the largest gap between the means (in standard deviations) and the largest ratio of the variances, both over
-    the features that are off; then the number of features that are off, and the number of all features.
+    Return four values: the largest gap between the means (in standard deviations) and the largest ratio of the
+    variances, both over the features that are off; the number of these features; and the number of all features.
     """
     undefined = averages.count == averages.batches  # every batch had only one value per feature
     if layer.module.running_mean is None or layer.module.running_var is None or undefined:
@@ -138,7 +138,7 @@ def _gaps(layer: Layer, averages: AveragedMoments) -> tuple[float, float, int, i
     # Do not divide by `var` alone: a few batches may lack rare values, so their variance may be near 0.
     scale = torch.maximum(var, running_var) + layer.module.eps
     others = averages.batches - 1
-    # The more features there are, the further the largest of their errors is from 0.
+    # With more features, the largest of their random errors is larger, so allow more standard errors.
     sigmas = (ERRORS**2 + 2 * log(max(var.numel(), 1))) ** 0.5
     mean_error = (torch.maximum(averages.mean_spread / others, running_var / averages.count) / scale).sqrt()
     mean_gap = (running_mean - mean).abs() / scale.sqrt()
@@ -449,7 +449,7 @@ def _source(layer: Layer) -> object:
 
 
 def _subtracting(module: nn.Module, call: TracedCall) -> nn.Module | None:
-    """Return the module that alone reads a call's output and may subtract the called module's bias, or None.
+    """Return the module that alone reads a call's output, if it may subtract the called module's bias; else None.
 
     A batch normalization subtracts one mean for each index of dimension 1. So it does not subtract the bias of a Linear
     whose output has more than two dimensions, because that bias differs along the last dimension.

@@ -18,10 +18,10 @@ class Value:
     producer: TracedCall | None = None
     consumers: list[TracedCall] = field(default_factory=list)
     handed_on: list[TracedCall] = field(default_factory=list)
-    """The calls that returned the tensor itself, as Dropout does in evaluation mode. They are not in ``consumers``."""
+    """The calls that returned this very tensor, as Dropout does in evaluation mode. They are not in ``consumers``."""
     escapes: bool = False
-    """Whether code outside the recorded calls can read the value: it is in the network's output, a hook of a module
-    that is not a leaf received it, or something still refers to its tensor after the forward pass."""
+    """Whether code outside the recorded calls can read the value. It can if the value is in the network's output, if a
+    hook of a non-leaf module received it, or if something still refers to its tensor after the forward pass."""
 
     @property
     def sole_consumer(self) -> TracedCall | None:

@@ -44,8 +44,8 @@ class ConditionBuilder:
         If the code checks shapes, dtypes, devices or torch's state, the checks must give the same results as in the
         trace.
 
-        A helper function that makes no torch call may compare two tensors with ``is``; a trace does not detect this. In
-        the trace, the result is False, because each argument is a separate object there. So arguments that are
+        The trace does not notice if a helper function that makes no torch call compares two arguments with ``is``.
+        During the trace, the result is False, because each argument is an object of its own. So arguments that are
         different tensors in the example must be different tensors in each call. Arguments that are the same tensor in
         the example need no condition: if the wrong result of ``is`` changes the outputs, ``convert`` detects this when
         it compares the new network with the original on the example.
@@ -104,7 +104,7 @@ class ConditionBuilder:
                     self._expect_unchanged(str(node.target))
 
     def expect_shared(self) -> None:
-        """Expect that attributes that refer to the same object still do, because the graph reads only one of them."""
+        """If several attributes refer to one object, expect that they still do: the graph reads only one of them."""
         names: dict[int, dict[str, None]] = {}
         for path, name in self._places():
             owner = self.module.get_submodule(path)

@@ -37,8 +37,8 @@ LARGEST = 64  # the maximum length of a list, tuple, set or dict that a conditio
 class Variant:
     """One traced path through a forward: the conditions under which it applies, and its code.
 
-    ``arguments`` are the expressions of the tensors that the code takes, such as ``xs[0]``. ``scope`` pairs the names
-    that the conditions and the code use with ("import", module, name) or ("value", value).
+    ``arguments`` are the expressions of the tensors that the code takes, such as ``xs[0]``. ``scope`` has a pair for
+    each name that the conditions or the code use: the name, and ("import", module, name) or ("value", value).
     """
 
     conditions: tuple[str, ...]

@@ -68,7 +68,7 @@ def keeps_torch_forward(module: nn.Module) -> bool:
 def is_scripted_norm(module: nn.Module, *, that_updates: bool = False) -> bool:
     """Return whether a module is a batch normalization that torch.jit compiled.
 
-    If ``that_updates`` is True, it must also have running averages that training updates.
+    If ``that_updates`` is True, the module must also have running averages that training updates.
     """
     if not isinstance(module, torch.jit.ScriptModule) or "BatchNorm" not in getattr(module, "original_name", ""):
         return False

@@ -38,7 +38,8 @@ SIGNS: dict[Any, str] = {
         [operator.truediv, operator.itruediv, torch.div, "div", "div_", "__truediv__", "__itruediv__"], "/"
     ),
 }
-# Activations that networks also write as formulas. Matcher._formula returns such formulas, with sorted terms.
+# Activations that networks also write as formulas. The formulas have the form that Matcher._formula returns, in which
+# summands and factors are sorted.
 FORMULAS = {
     "(sigmoid(x)*x)": "silu",
     "((relu6((3+x))/6)*x)": "hardswish",

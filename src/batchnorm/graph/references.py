@@ -18,7 +18,7 @@ OPAQUE = (Tensor, type, ModuleType, str, bytes, int, float, complex)
 
 
 class Holder(NamedTuple):
-    """A module that has another module as its child ``key`` or, if ``key`` is None, refers to it in an attribute."""
+    """A module that refers to another module: as its child ``key`` or, if ``key`` is None, in another attribute."""
 
     module: nn.Module
     key: str | None

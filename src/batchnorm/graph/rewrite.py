@@ -162,7 +162,7 @@ def arguments_in(
             seen: dict[int, torch.Tensor] = {}
             found.setdefault(path, {name: pattern_of(value, seen) for name, value in given})
         except Unwatchable as error:
-            found.setdefault(path, f"it is called with {error}, whose changes rewritten code cannot detect")
+            found.setdefault(path, f"it is called with {error}, and rewritten code cannot detect whether that changes")
         except TypeError as error:
             found.setdefault(path, str(error))
 

@@ -73,7 +73,7 @@ class Traced(NamedTuple):
     reads: list[tuple[str, str]]
     """The module path and name of each attribute that was read; ``_modules`` stands for the list of children."""
     opened: list[str]
-    """The paths of the children that were traced into: instead of a call of the child, the graph has its code."""
+    """The paths of the children that were traced into: instead of a call of such a child, the graph has its code."""
     type_checked: list[str]
     """The paths of the children whose outputs the code passed to a type check, such as ``isinstance(y, Tensor)``."""
     stacks: dict[str, tuple[str, ...]]
@@ -398,8 +398,8 @@ class _Typed:
             return type(self)
         if not isinstance(self, Attribute) and self.tracer.is_tensor(self.node):
             return Tensor
-        # Only C++ functions of torch and type checks read __class__, so code without a type check has called such a
-        # function. isinstance() with an abstract class reads __class__ in abc.py, not in the user's code.
+        # Only type checks and C++ functions of torch read __class__. So if the calling code has no type check, it calls
+        # a C++ function. isinstance() with an abstract class reads __class__ in abc.py, not in the user's code.
         if _caller() != "abc" and not _asks_for_types(sys._getframe(1).f_code):
             return type(self)
         raise Untraceable("its code checks the type of a value")

@@ -156,11 +156,11 @@ def export(
         errors = _errors(net, run, example, _other_sizes(example) if dynamic_batch else [])
         for size, error in errors.items():
             if not error <= limit:
-                branch = "; the network may depend on the batch size: export one file per size with dynamic_batch=False"
+                branch = "The network may depend on the batch size: export one file per size with dynamic_batch=False"
                 raise ValueError(
                     f"the exported file's output on a batch of {size} differs from the network's by {error:.2e}"
-                    f" (relative), more than {limit:.0e}; nothing was written"
-                    f"{branch if size != traced_size else '; to accept this error, pass a larger tolerance='}"
+                    f" (relative), more than {limit:.0e}. Nothing was written."
+                    f" {branch if size != traced_size else 'To accept this error, pass a larger tolerance='}"
                 )
         written = sum(file.stat().st_size for file in Path(folder).iterdir())
         for file in Path(folder).iterdir():

@@ -74,7 +74,10 @@ def make_plan(graph: Graph, layers: list[TorchBatchNorm]) -> FoldPlan:
 
 
 def reason_to_keep(module: nn.Module, graph: Graph) -> str:
-    """Return why a batch normalization cannot become a fixed affine map; "" if it can, or for other modules."""
+    """Return why a batch normalization cannot become a fixed affine map, or "" if it can.
+
+    For any other module, return "".
+    """
     if is_scripted_norm(module):
         return "it is scripted; call fold before scripting the network"
     if not isinstance(module, TorchBatchNorm):
@@ -95,7 +98,7 @@ def reason_to_keep(module: nn.Module, graph: Graph) -> str:
 
 
 def functional_norms(graph: Graph) -> list[TracedCall]:
-    """Return the functional batch norm calls on data (not on weights), one per combination of module and parameters."""
+    """Return the calls of functional batch norms on data, not on weights: one for each module and set of parameters."""
     calls = [call for call in graph.functions(*FUNCTIONS) if graph.follows_input(call.inputs[0])]
     return list({(call.path, *call.inputs[1:]): call for call in calls}.values())
 
@@ -160,7 +163,7 @@ def _fold_down(graph: Graph, plan: FoldPlan, layer: TorchBatchNorm) -> None:
 
 
 def _note(indices: dict[nn.Module, Tensor], neighbor: TracedCall, index: Tensor) -> None:
-    """Note which features of a layer and of a neighbor correspond; they must be the same in all calls."""
+    """Note which features of a layer and of a neighbor correspond; this must not differ between calls."""
     assert neighbor.module is not None
     if not torch.equal(indices.setdefault(neighbor.module, index), index):
         raise Refusal(
@@ -278,7 +281,7 @@ def _match(
     *,
     up: bool,
 ) -> Tensor:
-    """Return, for each feature of ``above`` (if ``up``) or of ``below``, its index in the other of these modules."""
+    """Return, for each feature of ``above`` (``below`` if not ``up``), the index of the feature in the other module."""
     dims, kept = _feature_dims(above, len(origin)), _feature_dims(below, len(target))
     if not moves and dims == kept:
         return torch.arange(prod(origin[d] for d in dims), device="cpu")

@@ -24,9 +24,9 @@ def freeze_(net: Network, *, statistics: bool = True, affine: bool = True) -> Ne
         affine: stop training gamma and beta.
 
     Raises:
-        ValueError: if the network has no batch normalization, ``torch.nn`` batch normalization (convert it first) or
-            scripted batch normalization. With ``statistics``, also if a layer has no running statistics. With
-            ``affine``, also if a gamma or beta is parametrized. After an error, the network is unchanged.
+        ValueError: if the network has scripted batch normalization, batch normalization of ``torch.nn`` (convert it
+            first), or no batch normalization at all. With ``statistics``, also if a layer has no running statistics.
+            With ``affine``, also if a gamma or beta is parametrized. After an error, the network is unchanged.
         TypeError: if ``net`` is not a network.
 
     >>> freeze_(BatchNorm(3)).train().frozen_statistics

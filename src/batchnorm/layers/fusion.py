@@ -56,7 +56,7 @@ def takes_activation(layer: nn.Module) -> bool:
     if not isinstance(layer, BatchNorm) or layer.activation.name != "identity" or not is_quiet(layer):
         return False
     if type(layer) in (BatchNorm1d, BatchNorm2d, BatchNorm3d):
-        # Return before reading `forward` from the class: in compiled code, Dynamo would then guard on the class.
+        # Do not read `forward` from the class here: in compiled code, that would make Dynamo guard on the class.
         return True
     forward = type(layer).forward
     if forward is NormAct.forward and isinstance(layer, NormAct):

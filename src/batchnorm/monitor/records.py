@@ -66,7 +66,7 @@ class Record(NamedTuple):
 def percentiles_of(
     values: Tensor, percentiles: Sequence[float], *, unit_dim: int = 1, samples: int = 4096, units: int = 256
 ) -> Tensor:
-    """Return the percentiles of each unit's values over all other dimensions, as a tensor (percentiles, units).
+    """Return the percentiles of each unit's values over all other dimensions, with shape (percentiles, units).
 
     The percentiles are interpolated linearly. The result covers at most ``units`` evenly spaced units, and uses at most
     ``samples`` evenly spaced values of each unit. If ``values`` is empty, the result is NaN.

@@ -44,7 +44,7 @@ def drift(records: Sequence[Record], layer: str, of: Literal["z", "x"] = "z") ->
 
 
 def typical_unit(records: Sequence[Record], layer: str) -> int:
-    """Return which of a layer's recorded units has the median total drift, as an index.
+    """Return the index of the unit with the median total drift among a layer's recorded units.
 
     Args:
         records: a monitor's records, in order.

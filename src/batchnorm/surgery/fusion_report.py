@@ -29,7 +29,7 @@ class Count(NamedTuple):
 
 
 def fused_in(net: nn.Module, result: nn.Module, done: dict[str, Rewritten], training: bool) -> Fusions:
-    """Return what each layer of the original network is fused with, in one mode of the converted network."""
+    """Return, for each fused layer of the original network, what it is fused with in one mode of the new network."""
     names = {module: name for name, module in net.named_modules()}
     rewritten = {
         result.get_submodule(path).get_submodule(fusion.path): fusion

@@ -138,7 +138,7 @@ def _select(candidates: Iterable[Candidate], where: Where | None) -> tuple[list[
         unknown = ", ".join(sorted(names - known))
         choices = ", ".join(sorted(known)) or "none"
         raise ValueError(
-            f"where= names {unknown}, but batch normalization cannot be inserted there; choose from: {choices}"
+            f"where= contains {unknown}, but batch normalization cannot be inserted there; choose from: {choices}"
         )
     return places, list(dict.fromkeys(sites))
 

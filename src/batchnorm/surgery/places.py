@@ -121,7 +121,7 @@ def affine_places(net: nn.Module, graphs: list[Graph]) -> Iterator[Candidate]:
     Also yield candidates whose ``place`` is None, for the functions and layers that ``insert`` always skips.
     """
     names = {module: name for name, module in net.named_modules()}
-    graph = graphs[-1]  # in training mode if it could be traced, because auxiliary heads may run only in training
+    graph = graphs[-1]  # of training mode, if there is one, because auxiliary heads may run only in training
     bypassing = [m for m in names if isinstance(m, BYPASSING)]
     seen: set[nn.Module] = set()
     for call in graph.calls:

@@ -143,9 +143,9 @@ def _compare_autocast(old: nn.Module, new: nn.Module, example: Any, forward: For
     moved, moves, rounding = (relative_error(out, exact) for out in (was, now, other))
     if not moves <= 4 * max(moved, rounding) + 0.02:
         raise ValueError(
-            "autocast changes the converted network's outputs too much: compared with the original without autocast,"
-            f" the relative error under autocast is {moves:.2e} for the converted network, and {moved:.2e} for the"
-            " original"
+            "autocast changes the converted network's outputs too much: their relative error under autocast is"
+            f" {moves:.2e}, but that of the original's outputs is {moved:.2e}. Both errors are relative to the"
+            " original's outputs without autocast"
         )
 
 
