@@ -184,8 +184,8 @@ def test_without_pillow_no_image_is_called_corrupt(monkeypatch):
         (lambda: Crops(224, scales=(256,), squares=2), "squares=2: must be 1"),
         (lambda: Crops.of(12, size=224), "choose 1, 10 or 144"),
         (lambda: Crops(0), "size=0: must be 1 or more"),
-        (lambda: Crops(224, squares=3), "without scales, there is only the center crop"),
-        (lambda: Crops(224, corners=True), "without scales, there is only the center crop"),
+        (lambda: Crops(224, squares=3), "squares=3, corners and whole need scales"),
+        (lambda: Crops(224, corners=True), "squares=3, corners and whole need scales"),
     ],
 )
 def test_what_cannot_be_cut(make, message):

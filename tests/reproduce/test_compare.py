@@ -82,7 +82,7 @@ def test_what_is_missing_is_trained_and_all_of_it_is_compared(folder, tmp_path, 
     assert main([*words, "--out", str(tmp_path), "--weight-decay", "0.5"]) == 2
     assert "weight_decay is 4e-05 instead of 0.5" in capsys.readouterr().err
     assert main([*words, "--out", str(tmp_path), "--max-steps", "2"]) == 2
-    assert "has already trained for 3 steps, but this command has only 2: " in capsys.readouterr().err
+    assert "has already trained for 3 steps, but this command plans only 2: " in capsys.readouterr().err
 
 
 def test_the_intervals():

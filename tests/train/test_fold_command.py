@@ -130,7 +130,7 @@ def test_a_wrong_shape_gets_one_sentence(folder, shape, says, capsys):
             {"model": torch.zeros(2)},
             "does not fit mynets:with_example: 7 entries not in the file (0.weight, 0.bias, 1.weight, ...); 1",
         ),
-        ("w.pt", {"model": {}}, "w.pt holds other dicts (model) instead of tensors: save the state dict among them"),
+        ("w.pt", {"model": {}}, "w.pt holds dicts (model) instead of tensors: save only the dict that is"),
         ("w.pt", {"0.weight": torch.zeros(2)}, "1 entry with a different shape (0.weight)"),
         ("w.pt", torch.zeros(2), "holds a Tensor, not a state dict: save net.state_dict()"),
         ("w.pt", torch.nn.ReLU(), "w.pt holds objects other than tensors"),
@@ -198,4 +198,4 @@ def test_class_names_that_are_not_utf_8(finished, tmp_path, suffix):
 
 def test_fold_of_a_run_takes_no_weights(finished, tmp_path, refusal):
     words = ["fold", finished, "-o", tmp_path / "net.pt2", "--input", 1, 3, 32, 32]
-    assert "is a folder, and fold reads a folder as a run, which has its own weights and image size" in refusal(*words)
+    assert "is a folder, so it must be a run, which has its own weights and image size" in refusal(*words)

@@ -165,7 +165,7 @@ def test_a_longer_run_goes_on(data, tmp_path):
 def test_a_run_is_not_made_shorter_than_it_is(data, tmp_path):
     train_small(data, tmp_path, small(epochs=2))
     with pytest.raises(
-        ValueError, match="has already trained for 8 steps, but this command has only 4: increase --epochs"
+        ValueError, match="has already trained for 8 steps, but this command plans only 4: increase --epochs"
     ):
         train_small(data, tmp_path, small(epochs=1))
     assert Recipe.read(tmp_path / "recipe.json").epochs == 2

@@ -243,7 +243,7 @@ def test_the_command_says_what_it_will_do_and_records_it(words, data, tmp_path, 
     [
         ("plain", "--size 64", "cannot take images of 3x64x64: mat1 and mat2 shapes cannot be multiplied"),
         ("nothing", "", "returned list, not a torch.nn.Module"),
-        ("ten", "", "has 10 outputs, but the data has 3 classes: add a classes= argument"),
+        ("ten", "", "has 10 outputs, but the data has 3 classes: give the function a parameter"),
         ("pair", "", "returns tuple in training, not one tensor of class scores"),
         ("counting", "", "the folded network computes different results"),
         ("plain", "--normalize convert", "has no batch normalization, so --normalize=convert does nothing"),

@@ -119,9 +119,9 @@ def test_an_empty_file_is_no_state_dict(tmp_path):
     [
         (
             {"epoch": 3, "state_dict": {"w": torch.zeros(2)}},
-            r"holds other dicts \(state_dict\) instead of tensors: save",
+            r"holds dicts \(state_dict\) instead of tensors: save",
         ),
-        ({0: torch.zeros(2)}, "is not a state dict, because 0 is not a name: save net.state_dict"),
+        ({0: torch.zeros(2)}, "is not a state dict, because its key 0 is not a string: save net.state_dict"),
         ({"w": torch.zeros(2, device="meta")}, "w is a meta tensor"),
         ({"w": torch.eye(2).to_sparse()}, "w is a sparse tensor"),
     ],

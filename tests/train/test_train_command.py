@@ -99,8 +99,8 @@ def test_help_says_what_each_recipe_has(capsys, monkeypatch):
     [
         ("--data nowhere", "nowhere"),
         ("--size 16", "32 px or more, not 16"),
-        ("--epochs 0.001", "epochs=0.001: this is less than one step, because an epoch has 1"),
-        ("--epochs 1e30", "epochs=1e+30: this is more than 10,000,000,000 steps, because an epoch has 1"),
+        ("--epochs 0.001", "epochs=0.001 is less than one step (steps per epoch: 1)"),
+        ("--epochs 1e30", "epochs=1e+30 is more than 10,000,000,000 steps (steps per epoch: 1)"),
         ("--batch-size 1", "some step has fewer than 2 examples, too few"),
     ],
     ids=["no data", "too small", "no step", "too many steps", "batch of one"],

@@ -110,7 +110,7 @@ def _fold(net: nn.Module, data: list[Tensor], rounds: int) -> dict[str, float]:
 
 
 def _in_turns(contenders: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Return each contender's median seconds, and the median ratios of the last one's time to the others' times."""
+    """Return each contender's median seconds, and the last contender's median time ratio to each of the others."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for turn in range(rounds + 1):
         for name, run in contenders.items():

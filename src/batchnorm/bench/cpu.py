@@ -30,9 +30,9 @@ CONTIGUOUS, LAST = "contiguous", "channels_last"
 
 Level = Literal["functions", "layers"]
 
-# Upper limits of our time divided by torch's: for BN + ReLU against torch's two calls, for BN alone, and for both on
-# channels_last inputs with 2 to FEW - 1 channels. With one channel, both layouts are the same in memory, so the last
-# limit does not apply.
+# Upper limits of our time divided by torch's: "relu" for BN + ReLU against torch's two calls, "none" for BN alone, and
+# "few channels" instead of these two for channels_last inputs with 2 to FEW - 1 channels. Inputs with one channel keep
+# the first two limits, because both layouts are then the same in memory.
 BARS = {"relu": 1.0, "none": 1.25, "few channels": 1 / 3}
 FEW = 8
 

@@ -123,9 +123,10 @@ def key_of(layer: LayerShape, channels_last: bool, dtype: torch.dtype, residual:
 
 
 def is_measured(row: dict[str, Any], compiler: str) -> bool:
-    """Return whether a row has the time of ``compiler`` and, unless our kernels failed the error check, our time.
+    """Return whether a row has the time of ``compiler`` and our time; a row without our time may be "refused" instead.
 
-    ``compiler`` is "compile" or "compile-max", the two modes of torch.compile.
+    ``compiler`` is "compile" or "compile-max", the two modes of torch.compile. A row is refused if our kernels failed
+    the error check.
 
     >>> is_measured({"us": {"compile": [1.0, 2.0]}}, "compile")
     False

@@ -46,8 +46,8 @@ from .kernel_rows import (
 from .kernels_report import bars, draw, line, write
 
 EPS = 1e-5
-# The largest relative error ||ours - expected|| / ||expected|| with which our kernels are still timed. It is 1.5 to 2
-# times the largest relative rounding error of the 16-bit dtypes, and about 170 times that of float32.
+# The largest relative error ||ours - expected|| / ||expected|| with which our kernels are still timed. For the 16-bit
+# dtypes, it is 1.5 to 2 times the dtype's largest rounding error; for float32, about 170 times.
 ALLOWED = {torch.float32: 1e-5, torch.bfloat16: 6e-3, torch.float16: 1e-3}
 Normalize = Callable[[Tensor, Tensor | None], Tensor]
 

@@ -123,7 +123,7 @@ def peak_of_tensors(call: Callable[[], Any], device: torch.device) -> int | None
     """Return the bytes allocated at the peak of a call, not counting workspaces, or None on a CPU.
 
     A block of memory counts as a workspace if it is released before the next allocation or release of another block,
-    because only one operation can have used it.
+    because then only one operation can have used it.
     """
     if device.type != "cuda":
         return None

@@ -475,7 +475,7 @@ def _row(pair: Pair, mode: Mode, i: int, stock: Prepared, form: Prepared, rounds
 
 
 def results_of(job: NetworkJob, settings: Settings) -> Iterator[tuple[Measurement, list[Row]] | str]:
-    """Yield each measurement of a job with its rows, and ``TURN`` before timing needs the machine for itself."""
+    """Yield each measurement of a job with its rows; yield ``TURN`` before steps are timed."""
     if settings.cudnn_benchmark:
         torch.backends.cudnn.benchmark = True
     if not settings.on_gpu:

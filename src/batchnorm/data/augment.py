@@ -215,7 +215,7 @@ class Distortions:
         Returns:
             A float32 tensor of shape (n, 3, 3 + 3 + 1). The factors apply to x and m with values from 0 to 255.
         """
-        # Compute in float64: autocast does not round it, and the tensors are small.
+        # Compute in float64, because autocast does not round float64, and the tensors are small.
         factors = 1 + self.strength.factor * (2 * uniform[:, :3].double() - 1)
         later = torch.where(uniform[:, 3:6] > uniform[:, 6:], factors, 1.0).cumprod(1)
         noise = self.strength.lighting * normal.double()

@@ -59,9 +59,9 @@ def random_box(draws: Sequence[float], width: int, height: int, area: tuple[floa
 def center_box(width: int, height: int, size: int) -> Box:
     """Return the center square for evaluation.
 
-    The square's side is 7/8 of the image's short side, so the square shows what the usual method shows: resize the
-    short side to 8/7 of ``size``, then cut out the center. But if 7/8 of the short side is less than ``size``, the
-    square's side is ``size`` or the short side, whichever is smaller.
+    The square's side is 7/8 of the image's short side. This is the part of the image that the usual method shows:
+    resize the short side to 8/7 of ``size``, then cut out the center. But if 7/8 of the short side is less than
+    ``size``, the square's side is ``size`` or the short side, whichever is smaller.
 
     >>> center_box(512, 256, 224), center_box(64, 64, 64)
     (Box(left=144, top=16, right=368, bottom=240), Box(left=0, top=0, right=64, bottom=64))

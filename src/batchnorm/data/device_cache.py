@@ -89,8 +89,8 @@ def open_decoded(
     """Return the decoded images of a split, from a cache file in ``folder`` if one fits the data and ``size``.
 
     Otherwise, decode the images and write the cache file. A cache file fits the data if the classes, the labels, and
-    the names, sizes and modification times of the image files or shards are unchanged. Other cache files are kept. If
-    the cache file cannot be read, it is written again. If it cannot be written, a warning is issued.
+    the names, sizes and modification times of the image files or shards are unchanged. Cache files for other data or
+    sizes are kept. A cache file that cannot be read is written again. If it cannot be written, a warning is issued.
     """
     error = require("safetensors", "train").SafetensorError
     data, where = data.expanduser(), torch.device(device)

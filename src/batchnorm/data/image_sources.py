@@ -291,5 +291,5 @@ def _identifying(source: ImageSource) -> Iterable[bytes]:
     yield json.dumps([source.classes, source.shard_sizes]).encode()
     yield source.labels.tobytes()
     for example in sample_examples(source, 64):
-        with contextlib.suppress(OSError):  # an unreadable file, such as a broken link, is skipped in training, too
+        with contextlib.suppress(OSError):  # training also skips unreadable files, such as broken links
             yield source.read(example)

@@ -106,8 +106,8 @@ class ImageBatches:
     def numbered_epoch(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield the same batches as :meth:`epoch`, each with its images' positions in the step.
 
-        Positions count the examples of all ranks, including corrupt ones. So if an image's random numbers are chosen by
-        its position, they do not depend on the number of ranks or on other images being corrupt.
+        Positions count the examples of all ranks, including corrupt ones. So random numbers that are chosen by position
+        depend neither on the number of ranks nor on which other images are corrupt.
 
         Raises:
             ValueError: for the same reasons as :meth:`epoch`.
@@ -207,7 +207,7 @@ def open_images(
         ValueError: if an argument is invalid, if the data is damaged or does not fit on the device, or if a rank would
             get fewer than two examples of a training step.
         TooManyCorruptError: with ``cache="device"``, if more than ``max_corrupt`` files are unreadable; with
-            ``cache="none"``, they are counted while batches are read.
+            ``cache="none"``, the error is raised later, while batches are read.
 
     >>> import tempfile
     >>> from PIL import Image

@@ -198,7 +198,7 @@ def _obey_only_the_parent(worker: int) -> None:
     if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         threading.Thread(target=_exit_with_the_parent, args=(os.getppid(),), daemon=True).start()
-    elif hasattr(signal, "pthread_sigmask"):  # macOS: without sigwaitinfo, the sender of a signal is not known
+    elif hasattr(signal, "pthread_sigmask"):  # macOS has no sigwaitinfo, so obey every SIGTERM
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 

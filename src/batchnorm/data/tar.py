@@ -54,7 +54,7 @@ def read_at(path: Path, offset: int, length: int) -> bytes:
     The file is opened and closed in each call, so that forked workers share no file descriptors, and a process cannot
     run out of them.
     """
-    with path.open("rb") as file:  # unbuffered files may return fewer bytes than asked for
+    with path.open("rb") as file:  # buffered, because an unbuffered read may return fewer bytes
         file.seek(offset)
         return file.read(length)
 

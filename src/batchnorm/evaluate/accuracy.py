@@ -67,15 +67,15 @@ def count_correct(
 ) -> Tensor:
     """Return the numbers of top-1 correct examples, top-5 correct examples and all examples, as a float64 tensor.
 
-    The tensors of several ranks can be summed. The network's mode is not changed; call ``eval()`` first. Empty batches,
-    which a rank may get at the end of an epoch, are skipped. With five classes or fewer, every example is top-5
-    correct.
+    In a distributed run, sum the tensors of all ranks. The network's mode is not changed; call ``eval()`` first. Empty
+    batches, which a rank may get at the end of an epoch, are skipped. With five classes or fewer, every example is
+    top-5 correct.
 
     Args:
         net: a network that returns class scores.
         batches: pairs of images and labels.
         prepare: a function that turns the images into the network's input.
-        device: the device of the counts.
+        device: the device of the batches and of the result.
         bf16: run the network under autocast to bfloat16.
         loss: a float64 tensor of one element, to which the sum of the examples' cross-entropies is added.
 

@@ -44,7 +44,7 @@ class Crops:
 
     Raises:
         ValueError: if ``size`` is below 1, a scale is smaller than the crop, or ``squares`` is neither 1 nor 3;
-            also if ``scales`` is empty and ``squares`` is 3, or ``corners`` or ``whole`` is True.
+            also if ``scales`` is empty, but ``squares=3``, ``corners`` or ``whole`` is set.
 
     >>> Crops.of(144, size=224)
     Crops(size=224, scales=(256, 288, 320, 352), squares=3, corners=True, whole=True, mirror=True)
@@ -65,7 +65,7 @@ class Crops:
         if self.squares not in (1, 3):
             raise ValueError(f"squares={self.squares}: must be 1 (the center) or 3")
         if not self.scales and (self.squares == 3 or self.corners or self.whole):
-            raise ValueError("without scales, there is only the center crop: give scales, or leave out the other crops")
+            raise ValueError("squares=3, corners and whole need scales: give scales, or leave out these arguments")
         small = [scale for scale in self.scales if scale < self.size]
         if self.size < 1:
             raise ValueError(f"size={self.size}: must be 1 or more")

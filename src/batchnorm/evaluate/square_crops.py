@@ -152,7 +152,7 @@ def open_squares(
         path: a folder with SPLIT/CLASS/*.jpg or with SPLIT-*.tar.
         split: the name of the split.
         crops: the crops of each image.
-        batch_size: sets the number of images that each step gives a rank: about ``batch_size / crops.per_square``.
+        batch_size: each step gives a rank about ``batch_size / crops.per_square`` images.
         workers: the number of processes that decode ahead; 0 decodes in this process.
         rank: the rank of this process.
         world_size: the number of processes.

@@ -21,8 +21,9 @@ from .figure1 import paper_versus_here, steps_to
 from .runs import ACCURACIES, TOP1, Curve, Run, read_runs
 
 PageSection = tuple[str, str, Sequence[Sequence[str]]]
-# The page holds at most this many percentile values per run. They suffice for 125 records of three layers, with 100
-# units per layer and three percentiles per unit. If fewer than ten records fit, the page holds up to ten anyway.
+# The maximum number of percentile values that the page holds per run. It suffices for 125 records of three layers, with
+# 100 units per layer and three percentiles per unit. If fewer than ten records fit, the page exceeds the maximum and
+# holds up to ten.
 BUDGET = 125 * 3 * 3 * 100
 
 MEASURES = (

@@ -127,7 +127,7 @@ def _speedup(row: Result | None) -> str:
 
 
 def _notes(result: Result, measured: list[str]) -> list[str]:
-    """Return a paragraph about italics, missed goals, modes that are not measured yet, and reduced batches."""
+    """Return a paragraph that explains italics, and names missed goals, unmeasured modes and reduced batches."""
     told = []
     if any(_speedup(row).startswith("*") for row in result["rows"]):
         told.append("A speedup in italics is within the noise: its 95% interval includes 1.")

@@ -212,7 +212,7 @@ def _narrow(row: list[str]) -> list[str]:
 
 
 def _verdicts(steps: list[Result], best: list[Result]) -> list[str]:
-    """Say in a table which changes, such as more crops, lower the error in Figure 4.
+    """Tabulate whether each change, such as more crops, lowers the error in Figure 4.
 
     Args:
         steps: the verdict on each change, separately for the top-1 and the top-5 error.

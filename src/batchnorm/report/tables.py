@@ -27,7 +27,7 @@ def read(results: Path, file: str) -> Result | None:
 
 
 def cells(row: Row, results: Path) -> list[str]:
-    """Return two cells: the measurement, linked to its result file, and the machine; or "not yet run" and ""."""
+    """Return the measurement, linked to its result file, and the machine; without the file, "not yet run" and ""."""
     result = read(results, row.file)
     if result is None:
         return ["not yet run", ""]

@@ -322,7 +322,7 @@ def _rates(networks: Mapping[tuple[bool, float], SeedRuns]) -> list[list[str]]:
 
 
 def _shown(rate: float) -> str:
-    """Return a rate as text that is unique, because it is part of the names of folders.
+    """Return a rate as text; no two rates have the same text, because it is part of the names of folders.
 
     >>> _shown(0.10), _shown(0.1234567)
     ('0.1', '0.1234567')

@@ -43,9 +43,9 @@ class Checkpoint(NamedTuple):
 def save(folder: Path, step: int, model: dict[str, Tensor], state: dict[str, Any]) -> Path:
     """Write a checkpoint atomically, and return its folder.
 
-    A crash while writing leaves no incomplete checkpoint. The newest checkpoint of an earlier step is kept; all others
-    are removed. This includes checkpoints of later steps, because :func:`load_latest` would prefer them: they are
-    unusable, or come from an earlier run in the same folder.
+    A crash while writing leaves no incomplete checkpoint. Of the older checkpoints, only the newest is kept.
+    Checkpoints of later steps are removed too, because :func:`load_latest` would prefer them to the new one; they are
+    damaged, or come from an earlier run in the same folder.
 
     Args:
         folder: the folder of the run's checkpoints; created if missing.
@@ -81,7 +81,7 @@ def save(folder: Path, step: int, model: dict[str, Tensor], state: dict[str, Any
         for name, content in contents.items():
             write_atomically(temporary / name, content)
         sync(temporary)
-        if final.exists():  # for example, a damaged checkpoint that was skipped, or an earlier final network
+        if final.exists():  # for example, this step's checkpoint is damaged, or the final network is saved again
             os.rename(final, replaced)
         os.rename(temporary, final)
     except BaseException:
@@ -99,7 +99,7 @@ def save(folder: Path, step: int, model: dict[str, Tensor], state: dict[str, Any
 
 
 def _clean_up(folder: Path) -> None:
-    """Remove what a killed process left behind, but restore a checkpoint that had no replacement yet."""
+    """Remove the temporary folders of a killed process, but restore a checkpoint that it did not finish replacing."""
     for replaced in folder.glob(".replaced-*"):
         final = folder / f"step-{replaced.name.removeprefix('.replaced-')}"
         if not final.exists():

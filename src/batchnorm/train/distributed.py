@@ -61,9 +61,9 @@ class Ranks:
     def average_statistics_(self, net: nn.Module) -> None:
         """Replace each running average by its mean over the ranks.
 
-        By default, DistributedDataParallel would instead copy rank 0's averages to all ranks. One all-reduce serves all
-        layers. The method skips ``nn.SyncBatchNorm`` layers, layers with ``statistics=Sync()``, and layers with frozen
-        statistics.
+        By default, DistributedDataParallel would instead copy rank 0's averages to all ranks. A single all-reduce
+        averages all layers, except ``nn.SyncBatchNorm`` layers, layers with ``statistics=Sync()``, and layers with
+        frozen statistics.
         """
         if self.world_size == 1:
             return
@@ -133,8 +133,8 @@ def ranks(device: str = "auto") -> Iterator[Ranks]:
         yield Ranks(device=place)
         return
     store, rank, _ = next(rendezvous("env://", timeout=TIMEOUT))
-    # Use a new prefix after each restart by torchrun: otherwise, the restarted workers would read the addresses of dead
-    # workers from torchrun's store.
+    # Prefix the store's keys with the number of restarts by torchrun. Otherwise, restarted workers would read the
+    # addresses of dead workers, which are still in the store.
     store = PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     backend = "nccl" if cuda else "gloo"
     distributed.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=TIMEOUT)

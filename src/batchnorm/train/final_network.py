@@ -22,7 +22,7 @@ def population_network(
     """Return a copy of the network, in evaluation mode, with population statistics instead of running averages.
 
     If the network has no running averages, or only frozen ones, nothing is estimated. Every rank must call this
-    function.
+    function, because the statistics are computed from the batches of all ranks.
 
     Args:
         net: the trained network.

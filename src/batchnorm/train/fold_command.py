@@ -43,9 +43,9 @@ def fold(
     before softmax.
 
     Args:
-        network: the folder of a finished run; or a function that builds the network, written MODULE:FUNCTION or
-            FILE.py:FUNCTION; torchvision:NAME and timm:NAME also work. The module may be in the current folder. The
-            function is called without arguments and returns the network, or the network and an example batch.
+        network: the folder of a finished run, torchvision:NAME, timm:NAME, or a function that builds the network,
+            written MODULE:FUNCTION or FILE.py:FUNCTION. The module may be in the current folder. The function is called
+            without arguments and returns the network, or the network and an example batch.
         output: the file to write, NAME.onnx or NAME.pt2.
         weights: a file with a state dict to load, .safetensors or .pt (read with weights_only); not for a run, which
             has its own weights.
@@ -69,8 +69,8 @@ def fold(
     if is_run:
         if weights is not None or input:
             raise ValueError(
-                f"{network} is a folder, and fold reads a folder as a run, which has its own weights and image size:"
-                " remove --weights and --input, or give MODULE:FUNCTION instead of the folder"
+                f"{network} is a folder, so it must be a run, which has its own weights and image size: remove"
+                " --weights and --input, or give MODULE:FUNCTION instead of the folder"
             )
         run = load(network, trust=trust)
         net, example, metadata = run.trained, example_images(run.preprocessing.size), _metadata(run)
@@ -118,7 +118,7 @@ def _metadata(run: TrainedRun) -> dict[str, str]:
 
 
 def _json(value: object) -> str:
-    """Return JSON that is readable, unless it has names that are not UTF-8, which a file cannot hold unescaped."""
+    """Return JSON in which non-ASCII characters are escaped only if the value cannot be encoded as UTF-8."""
     text = json.dumps(value, ensure_ascii=False)
     return text if text == text.encode(errors="replace").decode() else json.dumps(value)
 

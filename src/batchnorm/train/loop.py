@@ -149,7 +149,7 @@ class _Training:
             network += f" ({recipe.normalize})"
         device = ranks.device.type if ranks.world_size == 1 else f"{ranks.world_size} x {ranks.device.type}"
         images, classes, held = self.batches.num_examples, len(self.batches.classes), self.validation.num_examples
-        steps, size = self.total_steps, self.batches.order.step_size(0)  # no step is larger than the first
+        steps, size = self.total_steps, self.batches.order.step_size(0)  # no step has more images than the first
         few = f", too few images for --batch-size {recipe.batch_size:,}" if images < recipe.batch_size else ""
         return (
             f"{recipe.name}: {network} on {images:,} images of {classes:,} classes, validated on {held:,};"
@@ -236,9 +236,9 @@ class _Training:
             self._record(monitor, 0)
         except NothingToRecordError as error:
             raise ValueError(
-                "--monitor-every found nothing to record: it watches nonlinearities that are modules, such as nn.ReLU,"
-                " or normalization layers if the network has no such modules. This network calls none of them; it may"
-                " call functions instead, such as F.relu. Remove this option"
+                "--monitor-every found nothing to record: it watches modules such as nn.ReLU or, if the network has no"
+                " such modules, normalization layers. This network calls neither, perhaps because it uses functions"
+                " such as F.relu. Remove this option"
             ) from error
         return monitor
 

@@ -183,7 +183,7 @@ class Result:
     best_top1: float | None = None
     best_step: int | None = None
     top1: float | None = None
-    """top-1 and top-5 validation accuracy of the final network (folded, unless no layer has running averages)"""
+    """top-1 and top-5 validation accuracy of the final network (folded, if it has running averages)"""
     top5: float | None = None
     train_top1: float | None = None
     """top-1 accuracy of the final network on the training images, if ``score_training`` is set"""

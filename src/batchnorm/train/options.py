@@ -31,7 +31,7 @@ class Options:
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """auto is bf16 on a GPU and fp32 on the CPU"""
     compile: Literal["network", "nothing"] | None = None
-    """what torch.compile compiles; by default, network for the paper's network on several GPUs, otherwise nothing"""
+    """what torch.compile compiles; the default is nothing, except for the paper's network on several GPUs"""
     graph: bool | None = None
     """capture the training step as a CUDA graph; by default, only for the paper's network on a single GPU"""
     workers: int = WORKERS

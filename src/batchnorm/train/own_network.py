@@ -61,7 +61,7 @@ def own_network(factory: str, change: Change, *, classes: int, size: int, seed: 
 
 
 def without_batch_norm(net: nn.Module) -> nn.Module:
-    """Return a copy of the network without batch normalization; activations and dropout in these layers remain.
+    """Return a copy of the network without batch normalization; the layers' activations and dropout remain.
 
     Raises:
         ValueError: if ``torch.nn`` has no equivalent for one of this library's layers, or if a layer has a ``forward``
@@ -112,6 +112,6 @@ def _check(net: nn.Module, factory: str, example: Tensor, classes: int) -> None:
         )
     if scores.shape[1] != classes:
         raise ValueError(
-            f"the network of {factory} has {scores.shape[1]} outputs, but the data has {classes} classes: add a"
-            " classes= argument to the function and use it"
+            f"the network of {factory} has {scores.shape[1]} outputs, but the data has {classes} classes: give the"
+            " function a parameter named classes, and use it as the number of outputs"
         )

@@ -170,7 +170,7 @@ class Recipe:
         """Return the number of steps of the run.
 
         Raises:
-            ValueError: if it is 0 or larger than MOST_STEPS.
+            ValueError: if the number is 0 or larger than MOST_STEPS.
 
         >>> Recipe(epochs=2.5).steps(10)
         25
@@ -178,7 +178,7 @@ class Recipe:
         steps = round(self.epochs * steps_per_epoch)
         if not 1 <= steps <= MOST_STEPS:
             bound = "less than one step" if steps < 1 else f"more than {MOST_STEPS:,} steps"
-            raise ValueError(f"epochs={self.epochs:g}: this is {bound}, because an epoch has {steps_per_epoch:,}")
+            raise ValueError(f"epochs={self.epochs:g} is {bound} (steps per epoch: {steps_per_epoch:,})")
         return steps
 
     def rate_at(self, step: int, steps_per_epoch: int) -> float:

@@ -57,7 +57,7 @@ def claim_folder(
     taken = checkpoint.newest_step(out / "checkpoints") or 0
     if planned_steps is not None and taken > planned_steps:
         raise ValueError(
-            f"the run in {out} has already trained for {taken:,} steps, but this command has only {planned_steps:,}:"
+            f"the run in {out} has already trained for {taken:,} steps, but this command plans only {planned_steps:,}:"
             " increase --epochs (and --max-steps, if set), or choose another --out"
         )
     if data is not None and not known.exists():

@@ -136,9 +136,9 @@ def open_run(folder: Path, *, trust: bool = False) -> SavedRun:
 def check_classes(folder: Path, trained: Sequence[str], found: Sequence[str]) -> None:
     """Check that a run's classes match those of the data.
 
-    Shards without classes.txt name their classes "0", "1" and so on. If either side has these names and the other side
-    has different names, only the number of classes is compared. Otherwise, the names must be in the same order: folders
-    named 0 to 10 are sorted as text, so their order differs from that of the shards' labels.
+    Shards without classes.txt name their classes "0", "1" and so on. If one side has these names and the other has
+    different names, only the number of classes is compared. Otherwise, the names and their order must be the same. The
+    order can differ, because folders named 0 to 10 are sorted as text: 0, 1, 10, 2.
 
     Raises:
         ValueError: if the classes differ.

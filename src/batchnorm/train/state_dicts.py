@@ -44,17 +44,19 @@ def read_state_dict(path: Path) -> dict[str, Any]:
 
 
 def _check(state: Mapping[Any, Any], path: Path) -> None:
-    """Check that a file's entries have names, and that a network can load its tensors."""
+    """Check that all keys of a file are strings, and that a network can load its tensors."""
     for name, value in state.items():
         if not isinstance(name, str):
-            raise ValueError(f"{path} is not a state dict, because {name!r:.80} is not a name: save net.state_dict()")
+            raise ValueError(
+                f"{path} is not a state dict, because its key {name!r:.80} is not a string: save net.state_dict()"
+            )
         if isinstance(value, Tensor) and (value.is_meta or value.is_quantized or value.layout != torch.strided):
             kind = "a meta" if value.is_meta else "a quantized" if value.is_quantized else "a sparse"
             raise ValueError(f"{path}: {name} is {kind} tensor: save the state dict of a network with ordinary tensors")
     inner = [name for name, value in state.items() if isinstance(value, Mapping)]
     if inner and not any(isinstance(value, Tensor) for value in state.values()):
         raise ValueError(
-            f"{path} holds other dicts ({listed(inner)}) instead of tensors: save the state dict among them on its own"
+            f"{path} holds dicts ({listed(inner)}) instead of tensors: save only the dict that is the state dict"
         )
 
 

@@ -87,8 +87,8 @@ class Shadows:
         self.trained = list(trained.values())
         self.used = [self.copies.get(name, p) for name, p in trained.items()]
         # A shared parameter has several names. List all of them, because `run` calls functional_call() with
-        # tie_weights=False. With tie_weights=True, functional_call() would find the names itself, but a module that has
-        # several names would keep the copies after the call.
+        # tie_weights=False. With tie_weights=True, functional_call() would find the names itself, but after the call,
+        # it would leave the copies in modules that have several names.
         copy_of = {id(p): self.copies[name] for name, p in chosen.items()}
         self._replaced = {
             f"{path}.{name}".lstrip("."): copy_of[id(p)]
@@ -188,8 +188,9 @@ class TrainStep:
         cast_once: keep bfloat16 copies of convolution and linear weights, and update many copies at once in each
             step, instead of casting each weight when it is used. This takes fewer kernel launches; the results are the
             same up to rounding. The option has no effect without ``bf16`` or with several processes.
-        graph: capture the whole step as a CUDA graph. In a network that is not compiled, this also runs the branches
-            of Inception modules in parallel and, with ``cast_once``, computes weight gradients on separate streams.
+        graph: capture the whole step as a CUDA graph. If the network is not compiled, the graph also runs the
+            branches of Inception modules in parallel and, with ``cast_once``, computes weight gradients on separate
+            streams.
         batch: the number of examples in this rank's part of a full batch. A batch of another size, such as an epoch's
             last batch, runs without the graph and, in a single process, without compilation. None means that all
             batches have the same size.
@@ -264,9 +265,9 @@ class TrainStep:
         self.sums += torch.stack([loss.double() * len(labels), right, torch.full_like(right, len(labels))])
 
     def _share(self, labels: Tensor) -> Tensor | float:
-        """Return the factor by which to multiply this rank's mean loss.
+        """Return the factor for this rank's mean loss that accounts for its number of examples.
 
-        The mean of the multiplied losses over the ranks is the mean loss over all examples.
+        With these factors, the mean over ranks is the mean loss over all examples.
         """
         if self.ranks.world_size == 1:
             return 1.0

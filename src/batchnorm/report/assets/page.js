@@ -19,7 +19,7 @@ function fill(select, options) {
   if (options.some(([value]) => String(value) === kept)) select.value = kept;
 }
 
-// Look up own properties only: a name may be that of an inherited property, such as "constructor".
+// Ignore inherited properties, because a layer or curve may be named like one of them, such as "constructor".
 const get = (table, key) => (table && Object.hasOwn(table, key) ? table[key] : undefined);
 const curveOf = (table, key) => get(table, key) || { steps: [], values: [] };
 

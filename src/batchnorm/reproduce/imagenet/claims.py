@@ -244,9 +244,9 @@ def wider_range(finished: Mapping[str, Finished]) -> Verdict:
     """Judge whether the network with batch normalization trains at rates at which the network without it does not.
 
     If there are finished runs of BN-Baseline at five times Inception's rate, the claim holds if BN-Baseline trains at
-    that rate, but Inception with Kaiming's initialization diverges or stays at chance. Otherwise, the sweeps of rates
+    that rate, and Inception with Kaiming's initialization diverges or stays at chance. Otherwise, the sweeps of rates
     decide: the claim holds if the highest rate that trains is higher with BN. If a sweep has no finished runs, or if
-    the highest rates of the two sweeps differ, the verdict is NOT_RUN.
+    the two sweeps do not end at the same rate, the verdict is NOT_RUN.
 
     Paper: Sec. 3.3
     """

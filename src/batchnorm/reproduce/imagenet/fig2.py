@@ -133,7 +133,7 @@ class Studies:
 
     @property
     def all(self) -> dict[str, Study]:
-        """The main study and, if they exist, the other studies, by a prefix that makes the names of runs unique."""
+        """The main study and, if they exist, the others; the keys are prefixes that make the names of runs unique."""
         studies = {"": self.main, "paper-rates/": self.paper_rates, "dropout/": self.dropout}
         return {prefix: study for prefix, study in studies.items() if study is not None}
 

@@ -64,9 +64,8 @@ def fig4(options: Fig4) -> Path:
 def _known(options: Fig4, plan: Plan) -> list[str]:
     """Return the names of the members: the plan's members, or the runs that were given with --runs."""
     there = {path.stem: read_result(path, ()) for path in sorted(options.result_files.glob("*.json"))}
-    if not any(
-        "result" in content for content in there.values()
-    ):  # result files of runs given with --runs lack the key "result"
+    # Only result files of runs given with --runs lack the key "result".
+    if not any("result" in content for content in there.values()):
         return list(there)
     read_all(plan, options.result_files, options.out)  # raises ValueError if a file belongs to another plan
     return _members(plan)

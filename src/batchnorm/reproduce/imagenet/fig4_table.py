@@ -60,7 +60,7 @@ class Gain(NamedTuple):
     after: float
     standard_error: float
     networks: tuple[str, ...] = ()
-    """for the change from the best network to the best ensemble, the ensemble's networks (see `_best_ensemble`)"""
+    """names of the networks in the best ensemble, if the change is from the best network to it (`_best_ensemble`)"""
 
     @property
     def verdict(self) -> str:

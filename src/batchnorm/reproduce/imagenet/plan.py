@@ -215,8 +215,8 @@ def _planned(
     name, horizon, end_rate = run["name"], settings["horizon"], settings["end_rate"]
     if not re.fullmatch(r"\w[\w.-]*", name):
         raise ValueError(
-            f"{name!r} cannot be the name of a run, which is also a file name: use letters, digits, '_', '-' and '.',"
-            " and do not start with '-' or '.'"
+            f"{name!r} cannot be the name of a run, because a file gets the same name: use letters, digits, '_', '-'"
+            " and '.', and do not start with '-' or '.'"
         )
     _check_table(name, {key: run[key] for key in OWN if key in run}, OWN)
     if not 0 < end_rate < 1 or not 0 < horizon < math.inf:

@@ -218,7 +218,7 @@ def curve(records: Sequence[dict[str, Any]]) -> list[Point]:
 
 
 def _seconds(records: Sequence[dict[str, Any]]) -> float:
-    """Return the seconds up to each session's last record, summed; the records' clock starts at 0 in each session."""
+    """Return the sum of the times of each session's last record; each session's clock starts at 0."""
     clock = [record["seconds"] for record in records]
     return float(sum(a for a, b in pairwise([*clock, 0.0]) if b < a))
 
