@@ -614,6 +614,13 @@ def test_scripted_layers_are_listed():
         bn.estimate_(net[0], [x])
 
 
+def test_frozen_scripted_modules_have_no_mode():
+    inside = torch.jit.freeze(torch.jit.script(nn.Sequential(nn.Linear(3, 3))).eval())
+    net, x = nn.Sequential(inside, nn.BatchNorm1d(3)), torch.randn(8, 3)
+    bn.estimate_(net, [x])
+    torch.testing.assert_close(net[1].running_mean, inside(x).mean(0))
+
+
 def test_functional_calls_alone_are_named():
     net, x = nn.Sequential(nn.Linear(3, 3), Functional()), torch.randn(8, 3)
     with pytest.raises(ValueError, match=r"no statistics to estimate: 1: left alone \(it calls F.batch_norm.*'1.mean'"):

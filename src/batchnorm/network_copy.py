@@ -122,10 +122,11 @@ def restored(net: nn.Module) -> Iterator[None]:
 
     Each buffer is then the same tensor object as before.
     """
-    modes = {m: (m.training, getattr(m, "momentum", None)) for m in net.modules()}
+    # Modules that torch.jit.freeze returned have no mode.
+    modes = {m: (m.training, getattr(m, "momentum", None)) for m in net.modules() if hasattr(m, "training")}
     # Clone all buffers. Version counters do not show which buffers change, because torch's kernels update running
     # statistics without increasing the counters.
-    buffers = [(m, key, b, b.clone()) for m in modes for key, b in m._buffers.items() if b is not None]
+    buffers = [(m, key, b, b.clone()) for m in net.modules() for key, b in m._buffers.items() if b is not None]
     try:
         yield
     finally:

@@ -9,6 +9,7 @@ import torch
 from full_disk import no_room
 from networks import ZOO, Coded, Residual, scramble_
 from torch import nn
+from torch.utils._pytree import register_pytree_node
 
 import batchnorm as bn
 from batchnorm.optional_packages import MissingExtraError
@@ -185,6 +186,21 @@ def test_onnx_files_return_only_tensors(tmp_path, code, where):
     bn.export(net, x, tmp_path / "net.pt2")
     found, expected = torch.export.load(tmp_path / "net.pt2").module()(x[:2]), net(x[:2])
     torch.testing.assert_close(found, expected)
+
+
+class Named:
+    """An output whose name is not a leaf of torch's pytrees, so that exporters ignore it."""
+
+    def __init__(self, y, name="logits"):
+        self.y, self.name = y, name
+
+
+register_pytree_node(Named, lambda o: ([o.y], o.name), lambda ys, name: Named(*ys, name), serialized_type_name="Named")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_an_output_may_have_constants(tmp_path, name):
+    assert bn.export(returning(Named), torch.randn(4, 3), tmp_path / name).relative_error < 1e-5
 
 
 @pytest.mark.parametrize("name", FORMATS)

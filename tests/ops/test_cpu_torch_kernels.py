@@ -216,6 +216,12 @@ def test_relu_on_bit_patterns_can_be_differentiated_twice():
     assert back.tolist() == [0, 1]
 
 
+def test_the_moments_are_not_views():
+    _, moments = torch_kernels.run(Call(torch.randn(8, 4), eps=EPS), constant_moments=True)
+    assert not moments.mean._is_view()
+    assert not moments.var._is_view()
+
+
 def test_large_half_precision_batches_take_it():
     x = torch.randn(16, 16, 64, 64).bfloat16().requires_grad_()
     assert x.numel() >= torch_kernels.LARGE_HALF

@@ -166,6 +166,16 @@ def test_running_averages(device, layout, way):
     assert_near(running[0], (first + e.mean) / 2, torch.float32, "cumulative mean")
 
 
+@pytest.mark.parametrize("way", [ALONE, MET, STREAM])
+@pytest.mark.parametrize("momentum", [1.0, None])
+def test_the_first_batch_replaces_the_initial_averages_exactly(device, way, momentum):
+    x = arranged((8, 9, 3, 3), "last", torch.float32, device, 0.0) * 1e-6  # 2 + (var - 2) would be 0
+    running = kept(9, device)
+    _, e = run(x, way, running=running, momentum=momentum)
+    m = x.numel() / 9
+    torch.testing.assert_close(running[1], (e.var * m / (m - 1)).float(), rtol=1e-5, atol=0)
+
+
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # numpy's, for inf - inf
 @pytest.mark.parametrize("way", [ALONE, MET, STREAM])
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])

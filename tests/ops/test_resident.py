@@ -223,6 +223,15 @@ def test_running_averages(device, layout):
     assert int(running[3]) == 1
 
 
+@pytest.mark.parametrize("momentum", [1.0, None])
+def test_the_first_batch_replaces_the_initial_averages_exactly(device, momentum):
+    x = arranged((8, 40, 8, 8), "last", torch.float32, device, 0.0) * 1e-6  # 2 + (var - 2) would be 0
+    running = kept(40, device)
+    _, e = run(x, planned(x, 3), running=running, momentum=momentum)
+    m = x.numel() / 40
+    torch.testing.assert_close(running[1], (e.var * m / (m - 1)).float(), rtol=1e-5, atol=0)
+
+
 @pytest.mark.interpreted
 @pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0:DeprecationWarning")
 def test_a_launch_that_the_device_refuses_is_left_to_the_others(monkeypatch):

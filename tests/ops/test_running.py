@@ -39,6 +39,15 @@ def test_equals_torch(update_, momentum):
     assert running.num_batches == layer.num_batches_tracked
 
 
+@pytest.mark.parametrize("momentum", [1.0, None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_first_batch_replaces_the_initial_values_exactly(update_, momentum, dtype):
+    running, x = fresh(), torch.randn(6, 3, dtype=dtype) * 1e-6  # 1 + (var - 1) would be 0 in float32
+    update_(running, moments_of(x), momentum)
+    torch.testing.assert_close(running.mean, x.mean(0).float(), rtol=1e-5, atol=0)
+    torch.testing.assert_close(running.var, x.var(0).float(), rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("where", ["mean", "var"])

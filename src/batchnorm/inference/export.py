@@ -122,8 +122,6 @@ def export(
             stacklevel=2,
         )
     folded, report = fold_with_report(net, example, tolerance)
-    if path.suffix == ".onnx":
-        _require_tensors(outputs(folded, example))
     warn_of_left(report)
     # Copy the example, because it may be a view of a data set, and torch.export saves the whole storage of its example.
     example = network_call.copy_for(folded, example)
@@ -146,6 +144,8 @@ def export(
             cause = _first_cause(failure)
             if isinstance(cause, OSError) and cause.errno in FULL_DISK:
                 raise OSError(cause.errno, cause.strerror, str(path)) from failure
+            if path.suffix == ".onnx":
+                _require_tensors(outputs(folded, example))
             hint = " (try dynamic_batch=False)" if dynamic_batch else ""
             for note in report.notes:
                 if note.startswith(READS_VALUES):
@@ -154,6 +154,8 @@ def export(
             raise ValueError(f"torch cannot export this network to {path.suffix}{hint}: {why}") from failure
         step("running the file")
         errors = _errors(net, run, example, _other_sizes(example) if dynamic_batch else [])
+        if path.suffix == ".onnx" and max(errors.values()) == inf:
+            _require_tensors(outputs(folded, example))
         for size, error in errors.items():
             if not error <= limit:
                 branch = "The network may depend on the batch size: export one file per size with dynamic_batch=False"

@@ -24,9 +24,10 @@ def freeze_(net: Network, *, statistics: bool = True, affine: bool = True) -> Ne
         affine: stop training gamma and beta.
 
     Raises:
-        ValueError: if the network has scripted batch normalization, batch normalization of ``torch.nn`` (convert it
-            first), or no batch normalization at all. With ``statistics``, also if a layer has no running statistics.
-            With ``affine``, also if a gamma or beta is parametrized. After an error, the network is unchanged.
+        ValueError: if the network has batch normalization of ``torch.nn`` (convert it first), or no batch normalization
+            of this library. With ``statistics``, also if it has scripted batch normalization, or a layer without
+            running statistics. With ``affine``, also if a gamma or beta is parametrized. After an error, the network is
+            unchanged.
         TypeError: if ``net`` is not a network.
 
     >>> freeze_(BatchNorm(3)).train().frozen_statistics
@@ -35,6 +36,12 @@ def freeze_(net: Network, *, statistics: bool = True, affine: bool = True) -> Ne
     Beyond the paper: fine-tuning with fixed statistics.
     """
     layers = list(_layers(net, "freeze"))
+    scripted = [name for name, m in net.named_modules() if is_scripted_norm(m, that_updates=True)]
+    if scripted and statistics:
+        raise ValueError(
+            f"cannot freeze {', '.join(scripted)}: it is scripted, and train() would unfreeze it; use the original,"
+            " unscripted module, or pass the other layers to freeze_ one by one"
+        )
     for name, layer in layers:
         if statistics and layer.running_mean is None:
             raise ValueError(
@@ -113,12 +120,6 @@ def _layers(net: nn.Module, verb: str) -> Iterator[tuple[str, BatchNorm]]:
             f"cannot {verb} {', '.join(foreign)}: only this library's layers can be frozen, because train() would"
             " unfreeze torch.nn layers; convert the network first: net = batchnorm.convert(net, example). If convert"
             " refuses a layer, net.report says why"
-        )
-    scripted = [name for name, m in net.named_modules() if is_scripted_norm(m, that_updates=True)]
-    if scripted and verb == "freeze":
-        raise ValueError(
-            f"cannot freeze {', '.join(scripted)}: it is scripted, and train() would unfreeze it; use the original,"
-            " unscripted module, or pass the other layers to freeze_ one by one"
         )
     if not found:
         raise ValueError(f"nothing to {verb}: the network has no batch normalization layers")

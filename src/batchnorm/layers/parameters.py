@@ -5,7 +5,7 @@ from __future__ import annotations
 from numbers import Real
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from ..errors import at_least
@@ -44,7 +44,7 @@ def param_groups(net: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """
     check_network(net)
     given: object = weight_decay
-    if not isinstance(given, Real):
+    if not isinstance(given, Real | Tensor):
         raise TypeError(f"weight_decay must be a number, such as 1e-4, not {type(given).__name__}")
     at_least(0, weight_decay=float(weight_decay))
     norms = [module for module in net.modules() if isinstance(module, NORMALIZATIONS)]

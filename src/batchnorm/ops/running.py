@@ -96,8 +96,9 @@ def _update(
     factor = momentum if momentum is not None else 1 / num_batches.to(mean.dtype)
     unbiased = Moments(count, mean, var).unbiased_var
     for r, value in ((running_mean, mean), (running_var, unbiased)):
-        value = value.to(r.dtype)
-        r.copy_(torch.where(usable, r + factor * (value - r), r))
+        weight = factor.to(r.dtype) if isinstance(factor, Tensor) else factor
+        # r + weight * (value - r) would round a small value to a multiple of r's precision, even with a weight of 1.
+        r.copy_(torch.where(usable, torch.lerp(r, value.to(r.dtype), weight), r))
 
 
 def _update_meta(*args: Tensor | float | None) -> None:

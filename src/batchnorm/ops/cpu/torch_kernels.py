@@ -75,7 +75,7 @@ def run(call: Call, constant_moments: bool) -> tuple[Tensor, Moments] | None:
     # The kernel returns 1/sqrt(var + eps), from which a variance much smaller than eps cannot be recovered. But the
     # kernel also updates a running variance. If that is 0 before the call, and the momentum is (m-1)/m, then after the
     # call it holds the biased variance of the batch.
-    var, unused = x.new_zeros(2, channels, dtype=dtype).unbind()
+    var, unused = (x.new_zeros(channels, dtype=dtype) for _ in range(2))
     y, mean, invstd = torch.native_batch_norm(flatten(x, x), gamma, beta, unused, var, True, (m - 1) / m, eps)
     ratio = mean * invstd  # unlike NumPy, torch does not warn about overflow and inf * 0
     if not ratio.dot(ratio).item() <= CONDITION**2:  # `not ... <=` is also true for NaN; `>` is not

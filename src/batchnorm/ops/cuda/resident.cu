@@ -613,14 +613,20 @@ struct Move {
         factor = r.cumulative ? 1.0f / (float)(*r.batches + 1) : r.momentum;
     }
 
+    // Rounds as torch.lerp does: if the factor is 1, the result is exactly `now`.
+    __device__ __forceinline__ float lerp(float old, float now) {
+        float step = now - old;
+        return factor < 0.5f ? old + factor * step : now - (1 - factor) * step;
+    }
+
     // All threads of a warp must call go().
     __device__ __forceinline__ u32 go(const Running& r, u32* done, float* before, int C, int channel, bool here, float mean, float var, float count) {
         bool bad = false;
         if (here) {
             before[channel] = old_mean;
             before[C + channel] = old_var;
-            r.mean[channel] = old_mean + factor * (mean - old_mean);
-            r.var[channel] = old_var + factor * (var * (count / (count - 1)) - old_var);
+            r.mean[channel] = lerp(old_mean, mean);
+            r.var[channel] = lerp(old_var, var * (count / (count - 1)));
             bad = !(is_number(mean) && is_number(var));
         }
         u32 step = 1 + (__any_sync(~0u, bad) ? 1u << 16 : 0);

@@ -47,6 +47,13 @@ def restore(before, C, running):
 
 
 @triton.jit
+def lerp(old, new, factor):
+    """Return old + factor * (new - old), rounded as in torch.lerp: a factor of 1 gives exactly ``new``."""
+    step = new - old
+    return tl.where(factor < 0.5, old + factor * step, new - (1 - factor) * step)
+
+
+@triton.jit
 def move(done, slices, before, C, count, mean, var, running, old, momentum, channel, CUMULATIVE: tl.constexpr):
     """Update each average r of a slice to r + factor * (moment - r), and count the slice in ``done``.
 
@@ -63,8 +70,8 @@ def move(done, slices, before, C, count, mean, var, running, old, momentum, chan
         unbias = count.to(tl.float32) / (count - 1).to(tl.float32)
         tl.store(before + channel, old_mean, mask=here)
         tl.store(before + C + channel, old_var, mask=here)
-        tl.store(running[0] + channel, old_mean + factor * (mean - old_mean), mask=here)
-        tl.store(running[1] + channel, old_var + factor * (var * unbias - old_var), mask=here)
+        tl.store(running[0] + channel, lerp(old_mean, mean, factor), mask=here)
+        tl.store(running[1] + channel, lerp(old_var, var * unbias, factor), mask=here)
         bad = tl.max((here & ~(is_number(mean) & is_number(var))).to(tl.int32), 0)
         step = 1 + bad * BAD
         counted = barrier.arrive(done, step) + step
