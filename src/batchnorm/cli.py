@@ -268,7 +268,7 @@ def _run(words: list[str]) -> int:
         raise
     except (MissingExtraError, OSError, ValueError) as error:
         # The user can fix these errors, so print one sentence instead of a traceback.
-        message = sentence(error) if called is None else _with_dashes(sentence(error), called)
+        message = sentence(error) if called is None else _with_dashes(sentence(error), called, given)
         print(f"batchnorm {command}: {message}", file=sys.stderr)
         return 2
     except JobsFailedError as error:
@@ -291,17 +291,24 @@ def _call(function: Callable[..., object], command: str, words: list[str]) -> No
         function(made)
 
 
-def _with_dashes(message: str, function: Callable[..., object]) -> str:
+def _with_dashes(message: str, function: Callable[..., object], words: list[str]) -> str:
     """In a message, write the names of the function's options as on the command line.
 
+    Paths, and what the user typed (``words``), are left as they are.
+
     >>> def train(rate: float, batch_size: int) -> None: ...
-    >>> _with_dashes("batch_size=1: must be 2 or more", train)
+    >>> _with_dashes("batch_size=1: must be 2 or more", train, [])
     '--batch-size=1: must be 2 or more'
+    >>> _with_dashes("rate=1/data and /runs/rate=1 are not folders", train, ["rate=1/data"])
+    'rate=1/data and /runs/rate=1 are not folders'
     """
     hints = get_type_hints(function)
     options = {*hints, *(f.name for kind in hints.values() if is_dataclass(kind) for f in fields(kind))}
+    values = (word.partition("=")[2] if word.startswith("--") else word for word in words)
+    typed = [re.escape(value.rstrip("/\\")) for value in values if "=" in value]
+    option = r"(?<![\w./\\-])(?<!in Python, )(\w+)=(?=\S)"
     return re.sub(
-        r"(?<![\w.-])(\w+)=(?=\S)",
+        "|".join([*typed, option]),
         lambda found: f"--{found[1].replace('_', '-')}=" if found[1] in options else found[0],
         message,
     )

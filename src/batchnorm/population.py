@@ -326,7 +326,8 @@ def _run(
 
 def is_synchronized(module: nn.Module) -> bool:
     """Return whether a layer computes its training statistics over all ranks."""
-    return isinstance(getattr(module, "statistics", None), Sync) or isinstance(module, nn.SyncBatchNorm)
+    synchronized = isinstance(getattr(module, "statistics", None), Sync) or isinstance(module, nn.SyncBatchNorm)
+    return synchronized and not getattr(module, "frozen_statistics", False)
 
 
 def equal_on_all_ranks(batches: Iterable[Any], otherwise: str = "") -> Iterator[Any]:

@@ -94,7 +94,11 @@ def _depth(value: object) -> int:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write to a temporary file next to ``path``, flush it to disk, then rename it to ``path``."""
+    """Write to a temporary file next to ``path``, flush it to disk, then rename it to ``path``.
+
+    If ``path`` is a symbolic link, the file that it refers to is replaced, and the link is kept.
+    """
+    path = path.resolve() if path.is_symlink() else path
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:

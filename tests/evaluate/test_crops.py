@@ -12,6 +12,7 @@ from evaluating import folder, picture
 from pictures import real_jpegs
 
 from batchnorm.data import open_images
+from batchnorm.data.decode import CorruptImageError
 from batchnorm.evaluate import Crops, open_squares
 from batchnorm.evaluate.predictions import cut_views
 from batchnorm.evaluate.square_crops import cut_squares, decode
@@ -168,6 +169,11 @@ def test_gray_and_palette_images_are_decoded():
         buffer = io.BytesIO()
         picture(8, 6).convert(mode).save(buffer, "JPEG" if mode == "CMYK" else "PNG")
         assert decode(buffer.getvalue()).shape == (6, 8, 3)
+
+
+def test_the_reason_for_a_corrupt_image_names_no_python_object():
+    with pytest.raises(CorruptImageError, match=r"^UnidentifiedImageError: cannot identify image file$"):
+        decode(b"no image")
 
 
 def test_without_pillow_no_image_is_called_corrupt(monkeypatch):

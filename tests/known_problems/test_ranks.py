@@ -137,6 +137,16 @@ def diagnosing_rank(rank, world_size):
     return "no error"
 
 
+def lonely_rank(rank, world_size):
+    net = bn.freeze_(nn.Sequential(bn.BatchNorm1d(3, statistics=bn.Sync()), nn.ReLU()).double())
+    return rank > 0 or str(bn.diagnose(net, list(data(rank))))
+
+
+def test_one_rank_alone_can_diagnose_frozen_layers():
+    found, _ = on_ranks(2, lonely_rank)
+    assert found.startswith("diagnose:"), found
+
+
 def test_diagnose_refuses_ranks_with_different_numbers_of_batches():
     for message in on_ranks(2, diagnosing_rank):
         assert "rank 0 ran out of batches after 1, but rank 1 has more" in message, message

@@ -80,8 +80,10 @@ def test_a_run_that_starts_again_replaces_its_records(tmp_path):
 
 
 def test_a_line_that_a_killed_run_did_not_finish_is_removed(tmp_path):
-    path = tmp_path / "m.jsonl"
+    path, link = tmp_path / "m.jsonl", tmp_path / "link.jsonl"
+    link.symlink_to(path)
     path.write_text('{"step": 1}\n{"step": 2, "lo')
-    with JSONLines(path) as sink:
+    with JSONLines(link) as sink:
         sink.write(Record(5))
+    assert link.is_symlink()
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 5]

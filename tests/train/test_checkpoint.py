@@ -54,6 +54,8 @@ def test_a_replaced_checkpoint_is_never_incomplete(tmp_path, monkeypatch):
 def test_what_a_killed_process_left_is_restored_or_removed(tmp_path):
     final = save(tmp_path, 1, MODEL, {"note": "old"})
     os.rename(final, tmp_path / ".replaced-000000001")  # killed before the new checkpoint had its name
+    assert checkpoint.newest_step(tmp_path) == 1
+    assert load_latest(tmp_path).state == {"note": "old"}
     (tmp_path / ".writing-000000001").mkdir()
     (tmp_path / "step-000000002").mkdir()
     shutil.copytree(tmp_path / ".replaced-000000001", tmp_path / ".replaced-000000002")

@@ -50,10 +50,15 @@ def decode_crop(data: bytes, choose: Choose, out: Tensor) -> tuple[int, int]:
         raise
     # Pillow raises OSError, SyntaxError, ValueError, struct.error and others for a broken file.
     except Exception as error:
-        # Some of Pillow's messages end with <_io.BytesIO object at 0x...>, which does not help a user.
-        raise CorruptImageError(f"{type(error).__name__}: {str(error).partition(' <_io.')[0]}") from error
+        raise CorruptImageError(reason_of(error)) from error
     _resize(_pixels(image, box), out)
     return original
+
+
+def reason_of(error: Exception) -> str:
+    """Return why an image cannot be decoded, from the decoder's error."""
+    # Some of Pillow's messages end with <_io.BytesIO object at 0x...>, which does not help a user.
+    return f"{type(error).__name__}: {str(error).partition(' <_io.')[0]}"
 
 
 def crop_image(image: Image | Tensor, choose: Choose, out: Tensor) -> None:

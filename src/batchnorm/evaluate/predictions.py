@@ -171,8 +171,8 @@ def check_fits(mean: MeanProbabilities, classes: int, name: str) -> None:
         raise
     except Exception as error:
         raise ValueError(
-            f"{name} raises an error for images of 3x{size}x{size} ({error}): evaluate the network at the size it was"
-            " trained for"
+            f"{name} raises an error for images of 3x{size}x{size}: evaluate the network at the size it was trained"
+            f" for. The error was {type(error).__name__}: {error}"
         ) from error
     if not isinstance(found, Tensor) or found.ndim < 2:
         kind = f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"

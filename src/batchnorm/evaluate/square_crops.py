@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from ..data.crop_boxes import center_box
-from ..data.decode import CorruptImageError, decode_crop, to_rgb
+from ..data.decode import CorruptImageError, decode_crop, reason_of, to_rgb
 from ..data.image_sources import ImageSource, check_complete, open_source
 from ..data.loader import CorruptFile
 from ..data.order import Order
@@ -192,7 +192,7 @@ def decode(data: bytes) -> Tensor:
     try:
         return torch.from_numpy(np.array(to_rgb(pillow.open(io.BytesIO(data)))))
     except Exception as error:  # Pillow raises many kinds of errors for a broken file
-        raise CorruptImageError(f"{type(error).__name__}: {error}") from error
+        raise CorruptImageError(reason_of(error)) from error
 
 
 def cut_squares(image: Tensor, crops: Crops) -> list[Tensor]:

@@ -202,12 +202,18 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 
 
 def _newest_first(folder: Path) -> list[Path]:
-    complete = [path for path in folder.glob("step-*") if path.is_dir() and path.name[5:].isdigit()]
-    return sorted(complete, key=_step_of, reverse=True)
+    # If save() was killed while it replaced a step's checkpoint, only .replaced-N may be left of this step.
+    complete = {
+        int(path.name.removeprefix(prefix)): path
+        for prefix in (".replaced-", "step-")
+        for path in folder.glob(f"{prefix}*")
+        if path.is_dir() and path.name.removeprefix(prefix).isdigit()
+    }
+    return [complete[step] for step in sorted(complete, reverse=True)]
 
 
 def _step_of(path: Path) -> int:
-    return int(path.name.removeprefix("step-"))
+    return int(path.name.rpartition("-")[2])
 
 
 def difference(expected: Mapping[str, Any], state: Mapping[str, Any]) -> str:
