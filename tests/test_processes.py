@@ -109,7 +109,7 @@ def test_an_object_lives_in_another_process_and_keeps_its_state():
     with pytest.raises(TypeError, match="unsupported operand"):
         counter.call("add", None)
     assert counter.call("add", 1) == 7  # it survives a failed call
-    assert counter.call("exit_status_of_a_child") == 7  # it may start processes, as data loaders do
+    assert counter.call("exit_status_of_a_child") == 7  # a worker can start processes, as data loaders do
     with pytest.raises(RuntimeError, match="died with exit status 3"):
         counter.call("die")
     with pytest.raises(ValueError, match="invalid literal"):

@@ -60,9 +60,13 @@ def assert_near(found, expected, tolerance):
     torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance * expected.abs().mean().item())
 
 
-# In this order: one partial tile per image; one pixel; one column; rows longer than a tile; if the kernel is emulated,
-# more tiles than programs.
-SHAPES = [(3, 3, 9, 12), (1, 3, 1, 1), (2, 3, 70, 2), (1, 3, 4, 530), (5, 3, 48, 51)]
+SHAPES = [
+    (3, 3, 9, 12),  # each image is a part of one tile
+    (1, 3, 1, 1),  # one pixel
+    (2, 3, 70, 2),  # one column of output pixels
+    (1, 3, 4, 530),  # rows longer than a tile
+    (5, 3, 48, 51),  # more tiles than programs, if the kernel is emulated
+]
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [*((s, torch.bfloat16) for s in SHAPES), (SHAPES[0], torch.float16)])

@@ -157,7 +157,7 @@ def arrangements(draw_):
 def test_any_shape_stride_type_and_value(arrangement, dtype, activation, with_residual, eps, mean, std, seed):
     torch.manual_seed(seed)
     shape, steps, order = arrangement
-    # Take every step-th element of a dense tensor whose dimensions are stored in this order.
+    # Store a dense tensor with its dimensions in this order, and take every steps[d]-th index of dimension d.
     inverse = sorted(range(len(order)), key=order.__getitem__)
     stored = [shape[d] * steps[d] for d in order]
     x = draw(*stored, dtype=dtype, mean=mean, std=std).permute(inverse)

@@ -369,7 +369,7 @@ def test_constant_moments_carry_no_gradient(monkeypatch):
         (torch.empty(2, 64, 8, 8).contiguous(memory_format=LAST), Matrix(1, 64, 1)),  # 64 channels fill vectors
         (torch.empty(2, 3, 16, 16).contiguous(memory_format=LAST), Matrix(256, 3, 1)),  # 3 do not: use rows of 256 * 3
         (torch.empty(1, 3, 1, 1009).contiguous(memory_format=LAST), Matrix(1, 3, 1)),  # 1009 is prime
-        (torch.empty(9000, 7), Matrix(125, 7, 1)),  # 125 is the largest divisor of 9000 that fits
+        (torch.empty(9000, 7), Matrix(125, 7, 1)),  # 125 is the largest divisor of 9000 with 125 * 7 <= WIDTH
         (torch.empty(60, 100), Matrix(1, 100, 1)),  # the output of a linear layer
         (torch.empty(8, 5, 7).transpose(0, 1), None),  # the channels have the largest stride, as in no network
     ],

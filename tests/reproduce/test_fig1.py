@@ -91,7 +91,7 @@ def test_a_resumed_run_ends_bit_for_bit_the_same(tmp_path, batch_norm):
 
 def test_resuming_with_other_options_is_refused(tmp_path):
     NetworkRun(tmp_path, Setting(steps=100)).train(lambda: True)
-    with pytest.raises(ValueError, match=r"rate is 0\.1 instead of 0\.5.*use the same options, or another --out"):
+    with pytest.raises(ValueError, match=r"rate is 0\.1 instead of 0\.5.*use its options, or another --out"):
         NetworkRun(tmp_path, Setting(steps=100, rate=0.5)).train()
 
 

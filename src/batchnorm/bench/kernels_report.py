@@ -17,7 +17,8 @@ from ..results import write_atomically
 from .bars import Bar, geometric_mean
 
 CHIP = 26.4e6  # bytes that fit into the shared memory of an H200: 200 KB in each of its 132 multiprocessors
-# Passes that move fewer bytes are not compared with the bandwidth limit, because launch overhead dominates their time.
+# Passes that move fewer than MOVED bytes are not compared with the bandwidth limit, because launch overhead dominates
+# their time.
 MOVED = 20e6
 # How many tensors a forward and a backward pass move if there is no residual. ONCE is for passes that read each input
 # once, TWICE for passes that read each input twice.

@@ -471,7 +471,7 @@ class _Value(_Typed, fx.Proxy):
             return _Attribute(self, name)
         if name.startswith("__") or self.tracer.is_tensor(self.node):
             raise AttributeError(f"'Tensor' object has no attribute '{name}'")
-        raise Untraceable(f"its code reads '{name}' from the result of a function or of another module")
+        raise Untraceable(f"its code reads the attribute '{name}' of what a function or another module returned")
 
 
 class _Attribute(_Typed, Attribute):

@@ -167,8 +167,8 @@ def _note(indices: dict[nn.Module, Tensor], neighbor: TracedCall, index: Tensor)
     assert neighbor.module is not None
     if not torch.equal(indices.setdefault(neighbor.module, index), index):
         raise Refusal(
-            f"{neighbor} is called several times, and its features correspond to different features of this layer in"
-            " different calls"
+            f"{neighbor} is called several times, and one of its features belongs to different features of this layer"
+            " in two calls"
         )
 
 

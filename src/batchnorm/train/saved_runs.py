@@ -137,8 +137,8 @@ def check_classes(folder: Path, trained: Sequence[str], found: Sequence[str]) ->
     """Check that a run's classes match those of the data.
 
     Shards without classes.txt name their classes "0", "1" and so on. If one side has these names and the other has
-    different names, only the number of classes is compared. Otherwise, the names and their order must be the same. The
-    order can differ, because folders named 0 to 10 are sorted as text: 0, 1, 10, 2.
+    different names, only the number of classes is compared. Otherwise, the names and their order must be the same:
+    folders named 0 to 10, for example, are sorted as text (0, 1, 10, 2), but the classes of shards by number.
 
     Raises:
         ValueError: if the classes differ.

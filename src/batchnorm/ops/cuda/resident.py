@@ -255,9 +255,9 @@ def _of_layers(
     least = (1 if residual else 3) if backward else (3 if residual else 6)
     if megabytes < least or megabytes > (250 if plain else 200):
         return None
-    # Wide slices access longer contiguous pieces of memory. But with narrow slices, fewer programs wait for each other
-    # at a barrier. `widths` are possible numbers of vectors per row of a slice. Choose the first width that leaves few
-    # threads idle. If no width does, choose `wide`.
+    # Wide slices access longer contiguous pieces of memory. But if slices are narrow, there are more of them, so fewer
+    # programs share a slice and wait for each other at its barrier. `widths` are possible numbers of vectors per row of
+    # a slice. Choose the first width that leaves few threads idle. If no width does, choose `wide`.
     narrow = megabytes < (30 if plain else 10 if backward and residual else 16)
     vectors = [c * itemsize // WIDTH for c in channels]
     if megabytes > 50 and any(n % 8 for n in vectors) and not plain:

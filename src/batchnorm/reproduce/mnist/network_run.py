@@ -129,8 +129,10 @@ class NetworkRun:
         here = {k: v for k, v in _config(self.setting).items() if not (self.any_steps and k == "steps")}
         if differs := differences(there, here):
             steps_only = len(differs) == 1 and differs[0].startswith("steps ")
-            choices = "use the same options, " + ("--resume to train for more --steps, " if steps_only else "")
-            raise ValueError(f"{self.folder} holds another run ({', '.join(differs)}); {choices}or another --out")
+            more = ", add --resume to train for more --steps" if steps_only else ""
+            raise ValueError(
+                f"{self.folder} holds another run ({', '.join(differs)}): use its options{more}, or another --out"
+            )
         return there
 
     def _resume(self, net: nn.Module) -> tuple[int, float, int]:
