@@ -45,6 +45,31 @@ def test_policy_running(kind, shape):
     assert layer.num_batches_tracked == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_later_batch_does_not_change_the_gradients_of_a_single_example(dtype, compiled):
+    layer = bn.BatchNorm1d(3, on_single="running", eps=0)
+    layer.running_var.fill_(4.0)
+    x, batch = torch.randn(1, 3, dtype=dtype, requires_grad=True), torch.randn(64, 3, dtype=dtype) * 10
+
+    def forward(x):
+        y = layer(x)
+        return y, layer(batch)
+
+    y, _ = (torch.compile(forward, backend="aot_eager") if compiled else forward)(x)
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, torch.full_like(x, 0.5))
+    torch.testing.assert_close(layer.weight.grad, x.detach()[0].float() / 2, rtol=1e-2, atol=1e-2)
+
+
+def test_evaluation_before_training_keeps_its_gradients():
+    layer, x = bn.BatchNorm1d(3).eval(), torch.randn(8, 3, requires_grad=True)
+    y = layer(x)
+    layer.train()(torch.randn(64, 3) * 10 + 5)
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, torch.full_like(x, (1 + layer.eps) ** -0.5))
+
+
 def test_policy_running_needs_statistics():
     with pytest.raises(ValueError, match="track_running_stats"):
         bn.BatchNorm1d(3, on_single="running", track_running_stats=False)

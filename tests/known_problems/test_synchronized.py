@@ -88,6 +88,38 @@ def test_distributed_data_parallel_on_cpu():
             torch.testing.assert_close(result[name], p.grad, rtol=1e-4, atol=1e-5)
 
 
+LAYOUTS = {"first": torch.contiguous_format, "last": torch.channels_last}
+
+
+def activations():
+    return torch.randn(6, 3, 2, 2, generator=torch.Generator().manual_seed(7)) * torch.arange(1, 13).view(3, 2, 2)
+
+
+def per_activation_rank(rank, world_size, layouts, sizes):
+    x = activations().split(sizes)[rank].to(memory_format=LAYOUTS[layouts[rank]]).requires_grad_()
+    made = bn.BatchNorm2d((3, 2, 2), momentum=1.0, statistics=bn.Sync())
+    y = made(x)
+    y.pow(3).sum().backward()
+    return y.detach(), x.grad, made.weight.grad, made.running_mean, made.running_var
+
+
+@pytest.mark.parametrize(("layouts", "sizes"), [(("last", "last"), [6, 0]), (("first", "last"), [3, 3])])
+def test_ranks_with_other_strides(layouts, sizes):
+    results = on_ranks(2, per_activation_rank, layouts, sizes)
+    assert not any(isinstance(r, str) for r in results), results
+    x, alone = activations().requires_grad_(), bn.BatchNorm2d((3, 2, 2), momentum=1.0)
+    y = alone(x)
+    y.pow(3).sum().backward()
+    close = {"rtol": 1e-4, "atol": 1e-4}
+    ys, dxs, dgammas, means, variances = zip(*results, strict=True)
+    torch.testing.assert_close(torch.cat(ys), y.detach(), **close)
+    torch.testing.assert_close(torch.cat(dxs), x.grad, **close)
+    torch.testing.assert_close(sum(dgammas), alone.weight.grad, **close)
+    for found, want in ((means, alone.running_mean), (variances, alone.running_var)):
+        for v in found:
+            torch.testing.assert_close(v, want, **close)
+
+
 def compiled_rank(rank, world_size, sizes):
     made = layer()
     compiled = torch.compile(made, backend="aot_eager", fullgraph=True)

@@ -107,6 +107,27 @@ def test_renorm_per_activation():
     torch.testing.assert_close(layer(x).flatten(1), flat(x.flatten(1)))
 
 
+@pytest.mark.parametrize("twice", [False, True])
+def test_compiled_renorm_has_the_gradients_of_eager_mode(twice):
+    eager = bn.BatchNorm1d(4, statistics=bn.Renorm())
+    eager.running_mean.normal_()
+    eager.running_var.uniform_(0.3, 3)
+    layer = copy.deepcopy(eager)
+    x, results = torch.randn(32, 4), []
+    for net, call in ((eager, eager), (layer, torch.compile(layer, backend="aot_eager", fullgraph=True))):
+        a = x.clone().requires_grad_()
+        y = call(a) + call(2 * a) if twice else call(a)
+        y.pow(3).sum().backward()
+        results.append((y.detach(), a.grad, net.weight.grad, net.running_var))
+    torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
+
+
+def test_ghost_under_autocast_takes_half_precision():
+    layer, x = bn.BatchNorm1d(3, statistics=bn.Ghost(4)), torch.randn(8, 3).half()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype == torch.float16
+
+
 def test_sync_in_one_process_is_algorithm_1():
     x = torch.randn(8, 3)
     a, b = bn.BatchNorm1d(3, statistics=bn.Sync()), bn.BatchNorm1d(3)
@@ -134,9 +155,10 @@ def test_wrong_values():
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_renorm_is_not_recomputed_with_averages_that_have_moved(reentrant):
     layer, x = bn.BatchNorm1d(3, statistics=bn.Renorm()), torch.randn(8, 3, requires_grad=True)
-    y = checkpoint(layer, x, use_reentrant=reentrant)
-    with pytest.raises(RuntimeError, match=r"leave it out of torch\.utils\.checkpoint"):
-        y.square().sum().backward()
+    for call in (layer, torch.compile(layer, backend="aot_eager")):
+        y = checkpoint(call, x, use_reentrant=reentrant)
+        with pytest.raises(RuntimeError, match=r"leave it out of torch\.utils\.checkpoint"):
+            y.square().sum().backward()
     plain = bn.BatchNorm1d(3, statistics=bn.Renorm(1, 0))  # does not use the running averages
     checkpoint(plain, x, use_reentrant=reentrant).square().sum().backward()
     assert plain.num_batches_tracked == 1

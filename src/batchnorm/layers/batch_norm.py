@@ -19,6 +19,7 @@ from ..ops.activation import Activation, as_activation
 from ..ops.call import Call
 from ..ops.cpu import forget
 from ..ops.dispatch import infer, train_
+from ..ops.running import snapshot
 from ..ops.torch_state import is_recomputation
 from .statistics import Ghost, Statistics, Sync, count_unmasked
 from .torch_tools import tool_at
@@ -168,13 +169,17 @@ class BatchNorm(TorchBatchNorm):
             "residual": residual,
             "mask": mask,
         }
-        if not self._normalizes_by_batch() or self._falls_back_on_running(input, mask):
+        normalizes_by_batch = self._normalizes_by_batch()
+        falls_back = normalizes_by_batch and self._falls_back_on_running(input, mask)
+        if falls_back or not normalizes_by_batch:
             mean, var = self._averages()
             if mean is None or var is None:
                 raise RuntimeError(
                     f"{path_of(self)} has no running statistics to normalize by; if it is frozen, call"
                     " batchnorm.unfreeze_"
                 )
+            if falls_back:
+                mean, var = snapshot(mean), snapshot(var)  # a later call may update them before the backward pass
             return ops.normalize(input, mean, var, self.weight, self.bias, self.eps, **options)
         running = self._running()
         if running is None:

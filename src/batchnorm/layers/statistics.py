@@ -14,7 +14,8 @@ from ..ops import Moments, Running
 from ..ops.call import Features
 from ..ops.composite import finish, per_channel, scale_and_shift
 from ..ops.moments import batch_moments
-from ..ops.torch_state import is_recomputation, is_transformed
+from ..ops.running import snapshot
+from ..ops.torch_state import is_transformed
 
 
 class Statistics(Protocol):
@@ -59,11 +60,12 @@ class Sync:
         # Compute the means in float64, so that the difference of two large means is precise.
         local, centered = batch_moments(call.x, call.reduced_dims, call.mask, mean_dtype=torch.float64)
         own = Moments(local.count.double(), local.mean.flatten(), local.var.double().flatten())
-        merged = ops.merge(collectives.gather_moments(own, self.group))
-        centered = centered + (local.mean - per_channel(merged.mean, call.x)).to(centered.dtype)
-        merged = Moments(*(v.to(centered.dtype) for v in merged))
-        y = finish(call, scale_and_shift(call, centered, per_channel(merged.var, call.x)))
-        return features.restore(y), features.restore_moments(merged)
+        # Merge moments of the features' shape: ranks whose inputs have other strides flatten them in another order.
+        merged = ops.merge(collectives.gather_moments(features.restore_moments(own), self.group))
+        mean, var = (per_channel(features.flat_vector(v), call.x) for v in (merged.mean, merged.var))
+        centered = centered + (local.mean - mean).to(centered.dtype)
+        y = finish(call, scale_and_shift(call, centered, var.to(centered.dtype)))
+        return features.restore(y), Moments(*(v.to(centered.dtype) for v in merged))
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,8 @@ class Ghost:
                 y = ops.normalize(piece, running.mean, running.var, gamma, beta, eps, **given)
             outputs.append(y)
             moments.append(m)
-        return torch.cat(outputs), _average(moments)
+        with torch.autocast(x.device.type, enabled=False):  # on a CPU, bf16 autocast rejects float16 tensors in cat
+            return torch.cat(outputs), _average(moments)
 
     def groups(self, x: Tensor, feature_dims: int) -> int:
         """Return the number of groups that ``x`` is split into."""
@@ -156,19 +159,15 @@ class Renorm:
         """Normalize by the batch's statistics, corrected toward the running statistics."""
         if running is None:
             raise ValueError("Renorm needs running statistics; create the layer with track_running_stats=True")
-        if (self.r_max, self.d_max) != (1, 0) and not torch.compiler.is_compiling() and is_recomputation():
-            raise RuntimeError(
-                "a Renorm layer cannot be recomputed in the backward pass, because its output depends on running"
-                " statistics, which the forward pass has already changed; leave it out of torch.utils.checkpoint"
-            )
+        old_mean, old_var = (snapshot(v, once=(self.r_max, self.d_max) != (1, 0)) for v in (running.mean, running.var))
         features = Features(x, options["feature_dims"])
         x_hat, moments = ops.batch_norm(
             x, None, None, eps, feature_dims=options.pop("feature_dims"), mask=options["mask"]
         )
         call = features.call(x, None, None, eps, **options)
-        sigma = torch.sqrt(running.var + eps)
+        sigma = torch.sqrt(old_var + eps)
         r = (torch.sqrt(moments.var.detach() + eps) / sigma).clamp(1 / self.r_max, self.r_max)
-        d = ((moments.mean.detach() - running.mean) / sigma).clamp(-self.d_max, self.d_max)
+        d = ((moments.mean.detach() - old_mean) / sigma).clamp(-self.d_max, self.d_max)
         scale, shift = (r, d) if gamma is None else (gamma * r, gamma * d)
         if beta is not None:
             shift = shift + beta

@@ -45,6 +45,10 @@ class Running(NamedTuple):
     num_skipped: Tensor
 
 
+ONCE = (
+    "a Renorm layer cannot be recomputed in the backward pass, because its output depends on running statistics, which"
+    " the forward pass has already changed; leave it out of torch.utils.checkpoint"
+)
 # A Running, or a plain tuple of the same tensors, which is faster to create.
 Kept = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -114,7 +118,26 @@ def _update_meta(*args: Tensor | float | None) -> None:
         )
 
 
+def snapshot(average: Tensor, *, once: bool = False) -> Tensor:
+    """Return a copy of a running average, for a backward pass that may run after training has updated the average.
+
+    With ``once``, raise RuntimeError if activation checkpointing runs the forward pass again. Compiled code calls an
+    operator, because in place of ``average.clone()``, its backward pass may read the average itself.
+    """
+    copy: Tensor = average.clone() if is_transformed() else torch.ops.batchnorm.snapshot(average, once)
+    return copy
+
+
+def _snapshot(average: Tensor, once: bool) -> Tensor:
+    if once and is_recomputation():
+        raise RuntimeError(ONCE)
+    return average.clone()
+
+
 _library = torch.library.Library("batchnorm", "FRAGMENT")
+_library.define("snapshot(Tensor average, bool once) -> Tensor")
+_library.impl("snapshot", _snapshot, "CompositeExplicitAutograd")
+_library.impl("snapshot", lambda average, once: torch.empty_like(average), "Meta")
 _library.define(
     "update_running_(Tensor(a!) running_mean, Tensor(b!) running_var, Tensor(c!) num_batches, Tensor(d!) num_skipped,"
     " Tensor count, Tensor mean, Tensor var, float? momentum) -> ()"

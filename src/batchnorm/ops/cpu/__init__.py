@@ -119,6 +119,9 @@ def normalize(call: Call, mean: Tensor, var: Tensor) -> Tensor:
     rounds = residual is not None and x.dtype.itemsize == 2  # see `_run`
     if wanted or rounds or not bool((mean.square() <= torch_kernels.CONDITION**2 * (var + eps)).all()):
         return composite.normalize(call, mean, var)
+    if torch.is_grad_enabled() and any(v is not None and v.requires_grad for v in (x, gamma, beta)):
+        # Autograd saves the statistics; a later training call may change them in place before the backward pass.
+        mean, var = mean.clone(), var.clone()
     gamma, beta = (None if v is None else v.to(dtype).contiguous() for v in (gamma, beta))
     # Do not use F.batch_norm: in torch 2.11, it raises an error if eps is 0.
     y = torch.batch_norm(flatten(x, x), gamma, beta, mean, var, False, 0.0, eps, False)
