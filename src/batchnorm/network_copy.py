@@ -24,6 +24,7 @@ INTERNAL = frozenset(vars(nn.Module()))
 """The attributes that every module has."""
 
 
+@torch.inference_mode(False)  # a copy made in inference mode could not be trained
 def private_copy(net: nn.Module) -> nn.Module:
     """Return a deep copy of the user's network, which can be changed without changing the original.
 
@@ -90,6 +91,7 @@ def _copy_scripted(module: nn.Module, memo: Memo) -> None:
             setattr(new, name, copy.deepcopy(p, memo))
 
 
+@torch.inference_mode(False)
 def copy_with(net: nn.Module, replacements: Mapping[nn.Module, Callable[[Memo], nn.Module]]) -> nn.Module:
     """Return a copy of the network with some modules replaced.
 

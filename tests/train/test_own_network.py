@@ -72,6 +72,10 @@ def pair(classes):
     return Two()
 
 
+def probable(classes):
+    return nn.Sequential(build(classes), nn.Softmax(1))
+
+
 def counting(classes):
     class Counting(nn.Module):
         def __init__(self):
@@ -141,6 +145,25 @@ def test_two_ranks_learn_what_one_process_learns(data, source, tmp_path):
     assert [Path(file.split(" (")[0]) for file in result["corrupt_files"]] == broken
     one, two = (open_run(tmp_path / name, trust=True).trained()[0] for name in ("one", "two"))
     torch.testing.assert_close(list(two.parameters()), list(one.parameters()), rtol=1e-3, atol=1e-4)
+
+
+def test_code_that_computes_something_else_than_in_training_is_refused(data, tmp_path):
+    code = tmp_path / "edited.py"
+    code.write_text(SOURCE)
+    recipe = small(factory=f"{code}:build", rate=0.05)
+    train_small(data, tmp_path / "run", recipe, max_steps=5)
+    code.write_text(SOURCE.replace("nn.Dropout(0.2)", "nn.Dropout(0.3)"))
+    bn.load(tmp_path / "run", trust=True)  # computes the same in evaluation mode
+    code.write_text(SOURCE.replace("nn.ReLU(), nn.Ada", "nn.Tanh(), nn.Ada"))
+    for use in (
+        lambda: bn.load(tmp_path / "run", trust=True),
+        lambda: evaluate((tmp_path / "run",), data=data, device="cpu", workers=0, trust=True),
+        lambda: train_small(data, tmp_path / "run", recipe),
+    ):
+        with pytest.raises(ValueError, match=r"edited.py:build no longer computes what it did.* differ by \d+%"):
+            use()
+    code.write_text(SOURCE)
+    assert train_small(data, tmp_path / "run", recipe).steps == 12
 
 
 def test_a_run_is_loaded_predicts_and_is_folded(data, source, files, tmp_path):
@@ -245,6 +268,7 @@ def test_the_command_says_what_it_will_do_and_records_it(words, data, tmp_path, 
         ("nothing", "", "returned list, not a torch.nn.Module"),
         ("ten", "", "has 10 outputs, but the data has 3 classes: give the function a parameter"),
         ("pair", "", "returns tuple in training, not one tensor of class scores"),
+        ("probable", "", "returns probabilities, but the loss needs the class scores before softmax: remove"),
         ("counting", "", "the folded network computes different results"),
         ("plain", "--normalize convert", "has no batch normalization, so --normalize=convert does nothing"),
         ("plain", "--normalize insert", "has no layer to normalize, so --normalize=insert does nothing"),

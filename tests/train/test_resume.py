@@ -36,7 +36,7 @@ def test_momentum_goes_with_its_weights_in_the_layout_of_another_device(begun_on
     save_state(tmp_path, RunState(1, sums=torch.zeros(3)), net, optimizer, here)
     other, resumed = started("cpu" if begun_on == "gpu" else "gpu")
     fused = resumed.param_groups[0]["fused"]
-    assert resume_(tmp_path, other, resumed, here, 1).step == 1
+    assert resume_(tmp_path, other, resumed, here, 1, Recipe()).step == 1
     assert resumed.param_groups[0]["fused"] is fused
     assert resumed.state[other.weight]["momentum_buffer"].stride() == other.weight.stride()
     step(net, optimizer)

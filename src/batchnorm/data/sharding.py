@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from ..errors import at_least
 from ..optional_packages import check_installed, require
 from ..progress import progress
-from ..results import sync, write_atomically
+from ..results import check_writable, sync, write_atomically
 from .decode import to_rgb
 from .image_sources import FolderSource, ImageSource
 from .imagenet_tars import TRAIN_TAR, open_official
@@ -72,7 +72,7 @@ def shard(
     if short_side is not None:
         check_installed("PIL")
     sources = _open_all(folder)
-    out.parent.mkdir(parents=True, exist_ok=True)
+    check_writable(out)
     temporary = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:
         written = [

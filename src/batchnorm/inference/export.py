@@ -23,6 +23,7 @@ from ..change_report import VerbReport
 from ..network_copy import outputs, relative, relative_error, require_numbers
 from ..optional_packages import MissingExtraError, check_installed, require
 from ..progress import Steps
+from ..results import check_writable
 from ..verify import rounding
 from .fold import READS_VALUES, fold_with_report, warn_of_left
 
@@ -113,6 +114,7 @@ def export(
         raise ValueError(f"cannot tell the format from '{path.name}': the name must end in .onnx or .pt2")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"cannot write {path.name}: the folder '{path.parent}' does not exist")
+    check_writable(path)
     if path.suffix == ".onnx":
         check_installed("onnx", "onnxscript", "onnxruntime")
     if net.training:
@@ -212,8 +214,8 @@ def _outputs_of(run: Callable[[Any], Any], batch: Any) -> list[Tensor]:
     except Exception as failure:
         raise ValueError(
             f"the exported file fails on a batch of {_batch_size(batch)}, which the network accepts. Nothing was"
-            " written. If dynamic_batch is True, try to export one file per batch size with dynamic_batch=False."
-            f" The error was: {failure}"
+            " written. If the network's code computes with len(x), write x.shape[0] instead; otherwise, export one file"
+            f" per batch size with dynamic_batch=False. The error was: {failure}"
         ) from failure
 
 

@@ -16,7 +16,7 @@ from .moments import Moments
 from .running import Running, update_
 from .torch_state import is_forward_mode, is_observed, is_transformed
 
-FAST = os.environ.get("BATCHNORM_FAST", "1") != "0"
+FAST = os.environ.get("BATCHNORM_FAST", "1").lower() not in ("0", "off", "false", "no")
 PATHS: dict[str, Path] = {"composite": composite, "cpu": cpu, "cuda": cuda}
 
 

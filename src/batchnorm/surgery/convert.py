@@ -178,13 +178,15 @@ def _sites(
     graphs: list[Graph],
 ) -> Iterator[Site]:
     summands = set[nn.Module]().union(*(count.sum for count, _ in counts))
+    feeding = summands.union(*(count.activation for count, _ in counts))
     unfused = {**unfused, **dict.fromkeys(summands, "none, its output goes to a sum")}
     for name, module in net.named_modules():
         if module in refused:
             yield Site(name, "refused", refused[module])
         elif module in layers:
             taken = [fused.get(module) for _, fused in counts]
-            reason = _why_not(module, unfused, done, graphs) if None in taken else ""
+            rewritten = done if module in feeding else {}
+            reason = _why_not(module, unfused, rewritten, graphs) if None in taken else ""
             yield Site(name, "converted" + describe(taken), reason)
     functional = [call for graph in graphs for call in graph.functions("batch_norm", "native_batch_norm")]
     why = "batch_norm is called as a function, so there is no module to replace"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from itertools import islice
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -12,8 +13,12 @@ from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
 from ..data import Augment, ImageBatches, seed_at
 from ..inference import fold
+from ..network_copy import outputs, private_copy, relative
 from ..population import estimate_
 from .metrics import Statistics
+
+SAME_CODE = 0.01
+"""The largest relative difference of scores that different CPUs and torch versions may cause."""
 
 
 def population_network(
@@ -68,6 +73,29 @@ def statistics_of(net: nn.Module) -> Statistics:
     if not kept:
         return "none"
     return "frozen" if all(getattr(m, "frozen_statistics", False) for m in kept) else "population"
+
+
+def scores_of(net: nn.Module, size: int) -> Tensor:
+    """Return the network's scores, in evaluation mode on the CPU, for :func:`example_images`."""
+    scores: Tensor = outputs(private_copy(net).cpu(), example_images(size), training=False)
+    return scores
+
+
+def check_scores(net: nn.Module, size: int, saved: object, factory: str, folder: Path) -> None:
+    """Check that the code of the user's network computes the same as when the scores were saved with its weights.
+
+    Raises:
+        ValueError: if the scores differ by more than rounding explains.
+    """
+    if not isinstance(saved, Tensor):  # the paper's network, or a run of an earlier version
+        return
+    error = relative(scores_of(net, size), saved)
+    if error > SAME_CODE:
+        raise ValueError(
+            f"{factory} no longer computes what it did when the weights in {folder} were saved: with these"
+            f" weights, its scores for the same images differ by {error:.0%}. Undo changes to the network's code (or to"
+            " the version of the library that it comes from), or train a new run"
+        )
 
 
 def example_images(size: int) -> Tensor:

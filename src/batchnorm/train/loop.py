@@ -22,7 +22,7 @@ from ..monitor.percentiles import NothingToRecordError
 from ..network_copy import outputs
 from . import checkpoint
 from .distributed import Ranks, ranks
-from .final_network import example_images, folded_network, population_network, statistics_of
+from .final_network import example_images, folded_network, population_network, scores_of, statistics_of
 from .lock import locked
 from .metrics import Logger, Result, hardware, write_run_result
 from .options import Options
@@ -110,7 +110,7 @@ class _Training:
         if cuda:
             self.net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.optimizer = make_optimizer(self.net, recipe, here.device)
-        state = resume_(self.folder, self.net, self.optimizer, here, self.total_steps)
+        state = resume_(self.folder, self.net, self.optimizer, here, self.total_steps, recipe)
         self.step, self.evaluated = state.step, state.evaluated
         self.first, self.began = state.step, 0.0
         # By default, only the paper's network uses compilation, CUDA graphs and cast_once, because they are tested only
@@ -303,7 +303,11 @@ class _Training:
     def _save(self) -> None:
         positions = (0, 0) if self.logger is None else self.logger.positions()
         state = RunState(self.step, self.evaluated, positions, self.train_step.sums)
-        save_state(self.folder, state, self.net, self.optimizer, self.ranks)
+        save_state(self.folder, state, self.net, self.optimizer, self.ranks, self._scores(self.net))
+
+    def _scores(self, net: nn.Module) -> Tensor | None:
+        """Return scores that later show whether the code of the user's network has changed; see check_scores."""
+        return scores_of(net, self.recipe.size) if self.recipe.factory and self.ranks.main else None
 
     def _conclude(self, diverged: bool) -> Result:
         """Unless training diverged, finish Algorithm 2 and save the final network; then write the result file."""
@@ -349,7 +353,11 @@ class _Training:
         if not outputs(final, example_images(self.recipe.size)).isfinite().all():
             return None
         if self.ranks.main:
-            state = {"classes": list(self.batches.classes), "network": self.recipe.network_fields}
+            state = {
+                "classes": list(self.batches.classes),
+                "network": self.recipe.network_fields,
+                "scores": self._scores(final),
+            }
             checkpoint.save(self.folder / "final", self.step, final.state_dict(), state)
         return folded_network(final, self.recipe.size)
 

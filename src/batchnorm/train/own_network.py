@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
 from ..layers.norm_act import is_norm_act
-from ..network_copy import Memo, copy_with, outputs
+from ..network_copy import Memo, copy_with, outputs, private_copy
 from ..network_factory import make_network
 from ..surgery import convert, insert, revert
 from .final_network import example_images
@@ -93,6 +93,10 @@ def _count(net: nn.Module) -> int:
 def _check(net: nn.Module, factory: str, example: Tensor, classes: int) -> None:
     """Check that the network, in training mode, returns one row of class scores for each of two images."""
     try:
+        private_copy(net)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{factory} returned a network that cannot be trained: {error}") from error
+    try:
         scores = outputs(net, example, training=True)
     except Exception as error:
         why = str(error).partition("\n")[0]
@@ -114,4 +118,9 @@ def _check(net: nn.Module, factory: str, example: Tensor, classes: int) -> None:
         raise ValueError(
             f"the network of {factory} has {scores.shape[1]} outputs, but the data has {classes} classes: give the"
             " function a parameter named classes, and use it as the number of outputs"
+        )
+    if classes > 1 and bool((scores >= 0).all()) and torch.allclose(scores.sum(1), torch.ones_like(scores[:, 0])):
+        raise ValueError(
+            f"the network of {factory} returns probabilities, but the loss needs the class scores before softmax:"
+            " remove the softmax at the network's end"
         )

@@ -15,6 +15,7 @@ from ..errors import differences
 from ..results import read_json, write_atomically
 from . import checkpoint
 from .distributed import Ranks
+from .final_network import check_scores
 from .recipe import Recipe
 
 
@@ -77,7 +78,14 @@ class RunState(NamedTuple):
     """this rank's total loss, correct predictions and examples since the last record of the training loss"""
 
 
-def save_state(folder: Path, state: RunState, net: nn.Module, optimizer: torch.optim.Optimizer, here: Ranks) -> None:
+def save_state(
+    folder: Path,
+    state: RunState,
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    here: Ranks,
+    scores: Tensor | None = None,
+) -> None:
     """Write a checkpoint that :func:`resume_` reads. Every rank must call this function; only rank 0 writes."""
     assert state.sums is not None
     # Gather the sums, because each rank has its own; the network and the optimizer are the same on every rank.
@@ -91,18 +99,22 @@ def save_state(folder: Path, state: RunState, net: nn.Module, optimizer: torch.o
             "evaluated": state.evaluated,
             "positions": state.positions,
             "threads": torch.get_num_threads(),
+            "scores": scores,
         }
         checkpoint.save(folder / "checkpoints", state.step, net.state_dict(), values)
     here.wait()
 
 
-def resume_(folder: Path, net: nn.Module, optimizer: torch.optim.Optimizer, here: Ranks, total_steps: int) -> RunState:
+def resume_(
+    folder: Path, net: nn.Module, optimizer: torch.optim.Optimizer, here: Ranks, total_steps: int, recipe: Recipe
+) -> RunState:
     """Load the newest intact checkpoint into the network and its optimizer, and return the run's progress.
 
     If there is no checkpoint, nothing changes and the run starts at step 0.
 
     Raises:
-        ValueError: if there are checkpoints but none can be read, or if the newest intact one does not fit the network.
+        ValueError: if there are checkpoints but none can be read, if the newest intact one does not fit the network, or
+            if the code of the user's network has changed.
     """
     found = checkpoint.load_latest(folder / "checkpoints")
     if found is None:
@@ -129,6 +141,7 @@ def resume_(folder: Path, net: nn.Module, optimizer: torch.optim.Optimizer, here
             f"the checkpoint in {folder} does not fit the network: {error!r}; undo changes to the network's code, or"
             " choose another --out"
         ) from error
+    check_scores(net, recipe.size, state.get("scores"), recipe.factory, folder)
     same = len(sums) == here.world_size and threads == torch.get_num_threads()
     if here.main and found.step < total_steps:
         note = "" if same else "; the number of ranks or threads changed, so results differ from an uninterrupted run's"

@@ -17,7 +17,7 @@ from ..evaluate.crops import Count
 from ..results import read_json
 from . import checkpoint
 from .distributed import Ranks
-from .final_network import folded_network
+from .final_network import check_scores, folded_network
 from .recipe import Recipe
 
 
@@ -47,7 +47,8 @@ class SavedRun(NamedTuple):
 
         Raises:
             ValueError: if the run is unfinished or diverged, its files are damaged, its weights do not fit its recipe,
-                its classes do not match the data's, or loading it needs ``trust``, which is not set.
+                the code of the user's network has changed, its classes do not match the data's, or loading it needs
+                ``trust``, which is not set.
         """
         return folded_network(self.trained(classes)[0], self.recipe.size)
 
@@ -76,6 +77,7 @@ class SavedRun(NamedTuple):
         net = self.recipe.network(len(trained))
         _load_weights(net, saved.model, self.folder, len(trained), self.recipe.factory)
         self._check_recipe(network)
+        check_scores(net, self.recipe.size, saved.state.get("scores"), self.recipe.factory, self.folder)
         return net.eval(), tuple(trained)
 
     def final(self) -> checkpoint.Checkpoint:
