@@ -491,6 +491,60 @@ def test_the_gap_and_the_standard_error():
     assert "mean gap" in str(report)
 
 
+@pytest.mark.parametrize(
+    ("rule", "upstream", "m", "shift"),
+    [
+        ("paper", "batch", 2, 0.0),
+        ("paper", "batch", 16, 0.0),
+        ("pooled", "population", 1, 0.0),
+        ("pooled", "batch", 16, 0.0),
+        ("pooled", "batch", 16, 3.0),
+    ],
+)
+def test_the_standard_error_of_the_variance(rule, upstream, m, shift):
+    torch.manual_seed(0)
+    found = []
+    for _ in range(200):
+        batches = list(torch.randn(40, m, 1) + shift * torch.randn(40, 1, 1))
+        layer = bn.BatchNorm1d(1, eps=0).train()
+        (seen,) = bn.estimate_(layer, batches, rule=rule, upstream=upstream).layers
+        variance = layer.running_var.item()
+        found.append((variance, seen.var_error * variance))
+    variances, errors = torch.tensor(found).unbind(1)
+    assert errors.mean().item() == pytest.approx(variances.std().item(), rel=0.25)
+
+
+def test_ghost_batches_are_the_batches_of_the_paper():
+    # Each group of 8 has its own mean, as if a batch held groups of similar images.
+    batches = [torch.randn(32, 3) + torch.arange(4.0).repeat_interleave(8)[:, None] * 5 for _ in range(6)]
+    layer = bn.BatchNorm1d(3, momentum=None, statistics=bn.Ghost(8))
+    for batch in batches:
+        layer(batch)
+    trained = layer.running_var.clone()
+    seen = bn.estimate_(layer, batches).layers[0]
+    torch.testing.assert_close(layer.running_var, trained, rtol=1e-5, atol=1e-6)
+    assert (seen.batches, seen.m) == (24, 8)
+    assert "stale_averages" not in {finding.rule for finding in bn.diagnose(layer, batches).findings}
+    bn.estimate_(layer, batches, rule="pooled")
+    torch.testing.assert_close(layer.running_var, torch.cat(batches).var(0, correction=0), rtol=1e-5, atol=1e-5)
+
+
+def test_statistics_that_half_precision_buffers_cannot_hold():
+    net = nn.Sequential(nn.BatchNorm1d(2).half())
+    with pytest.raises(ValueError, match=r"'0': the statistics are too large for its half-precision buffers"):
+        bn.estimate_(net, [(400 * torch.randn(64, 2)).half()] * 3)
+    assert (net[0].running_var == 1).all()
+
+
+@pytest.mark.parametrize("mean", [1e4, 1e6])
+def test_large_means_in_layers_of_torch(mean):
+    x = torch.randn(4, 64, 9, 9).contiguous(memory_format=torch.channels_last) + mean
+    net = nn.BatchNorm2d(64)
+    bn.estimate_(net, [x, x + 1])
+    both = torch.stack([x, x + 1]).double()
+    torch.testing.assert_close(net.running_var.double(), both.var((1, 3, 4)).mean(0), rtol=1e-5, atol=0)
+
+
 def test_one_batch_says_nothing_about_its_error():
     report = bn.estimate_(nn.BatchNorm1d(3), [torch.randn(8, 3)])
     assert report.layers[0].mean_error == float("inf")

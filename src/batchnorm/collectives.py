@@ -27,9 +27,9 @@ def world_size(group: distributed.ProcessGroup | None = None) -> int:
     return size
 
 
-def rank() -> int:
-    """Return this process's rank, or 0 outside of distributed runs."""
-    return 0 if world_size() == 1 else distributed.get_rank()
+def rank(group: distributed.ProcessGroup | None = None) -> int:
+    """Return this process's rank in ``group``, or 0 outside of distributed runs."""
+    return 0 if world_size(group) == 1 else distributed.get_rank(group)
 
 
 def gather_moments(local: Moments, group: distributed.ProcessGroup | None = None) -> Moments:

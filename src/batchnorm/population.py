@@ -30,9 +30,10 @@ from . import collectives, network_call, ops
 from .change_report import LayerStatistics, Population, Site
 from .graph import Graph, TracedCall, trace
 from .graph.kinds import is_scripted_norm, keeps_torch_forward
-from .layers import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d, Renorm, Sync
+from .layers import BatchNorm, BatchNorm1d, BatchNorm2d, BatchNorm3d, Ghost, Renorm, Sync
 from .network_copy import changed, restored
-from .ops.moments import AveragedMoments, MomentAccumulator, batch_moments, merge_averages
+from .ops.cpu.torch_kernels import CONDITION
+from .ops.moments import AveragedMoments, MomentAccumulator, Moments, batch_moments, merge, merge_averages
 from .progress import length_of, progress
 
 __all__ = ["LayerStatistics", "Population", "estimate_"]
@@ -75,7 +76,8 @@ def estimate_(
     """Replace the running statistics of a network with population statistics over mini-batches, in place.
 
     Rule "paper": E[x] = E_B[mu_B] and Var[x] = m/(m-1) E_B[sigma_B^2]. If the batches differ in size m, each batch is
-    weighted by its m, and Var[x] = sum(m sigma_B^2) / sum(m - 1). In convolutional layers, m counts locations too.
+    weighted by its m, and Var[x] = sum(m sigma_B^2) / sum(m - 1). In convolutional layers, m counts locations too. A
+    batch is what training normalizes together: with ``Ghost``, each group; with ``Sync``, the batches of all ranks.
     Rule "pooled": the mean and the biased variance (divided by N, not by N - 1) of all N values of a feature together.
 
     All layers except batch normalization run in evaluation mode, so dropout, for example, is off. Frozen batch
@@ -330,6 +332,30 @@ def is_synchronized(module: nn.Module) -> bool:
     return synchronized and not getattr(module, "frozen_statistics", False)
 
 
+def group_of(layer: nn.Module) -> Any:
+    """Return the process group of a synchronized layer, or None for the default group."""
+    statistics = getattr(layer, "statistics", None)
+    return statistics.group if isinstance(statistics, Sync) else getattr(layer, "process_group", None)
+
+
+def moments_of(
+    layer: nn.Module, x: Tensor, mask: Tensor | None, features: tuple[int, ...]
+) -> Iterator[tuple[Tensor | int, Tensor, Tensor]]:
+    """Yield the count, the mean and the biased variance of this rank's part of each batch that a layer normalizes.
+
+    In training, a layer with ``Ghost`` normalizes groups of examples; any other layer normalizes the whole input.
+    """
+    k = len(features)
+    statistics = getattr(layer, "statistics", None)
+    groups = statistics.groups(x, k) if layer.training and isinstance(statistics, Ghost) else 1
+    masks = [None] * groups if mask is None else mask.tensor_split(groups)
+    for part, own in zip(x.tensor_split(groups), masks, strict=True):
+        where = None if own is None else own.reshape(own.shape[0], *[1] * k, *own.shape[1:])
+        (_, mu, var), _ = batch_moments(part, [0, *range(1 + k, part.dim())], where)
+        count = prod((part.shape[0], *part.shape[1 + k :])) if own is None else own.sum(dtype=torch.float64)
+        yield count, mu.reshape(features), var.reshape(features)
+
+
 def equal_on_all_ranks(batches: Iterable[Any], otherwise: str = "") -> Iterator[Any]:
     """Yield the batches; if ranks have different numbers of batches, raise ValueError instead of hanging.
 
@@ -411,16 +437,23 @@ class _Observer:
                 f" has shape {features}, so its statistics cannot be estimated"
             )
         self._m = prod((x.shape[0], *x.shape[1 + k :])) if mask is None else mask.sum(dtype=torch.float64)
-        if self.layer.training and mask is None and self._m == 1:
+        ranks = (
+            collectives.world_size(group_of(self.layer)) if self.layer.training and is_synchronized(self.layer) else 1
+        )
+        if self.layer.training and mask is None and self._m == 1 and ranks == 1:
             raise ValueError(
                 f"layer '{self.path}': for one batch, its input of shape {tuple(x.shape)} has only one value per"
                 " feature, so the variance is undefined; drop that batch or, if the network calls this layer only once,"
                 " use upstream='population' with rule='pooled'"
             )
         if self.direct:
-            where = None if mask is None else mask.reshape(mask.shape[0], *[1] * k, *mask.shape[1:])
-            (_, mu, var), _ = batch_moments(x, [0, *range(1 + k, x.dim())], where)
-            self._moments.add(self._m, mu.reshape(features), var.reshape(features))
+            for count, mu, var in moments_of(self.layer, x, mask, features):
+                if ranks > 1:
+                    own = Moments(torch.as_tensor(count, device=mu.device).double(), mu.double(), var.double())
+                    count, mu, var = merge(collectives.gather_moments(own, group_of(self.layer)))
+                    if collectives.rank(group_of(self.layer)) > 0:
+                        continue  # every rank has the same moments, so count them on one rank only
+                self._moments.add(count, mu, var)
         else:
             for key in ("running_mean", "running_var"):
                 self.layer._buffers[key] = torch.zeros_like(self.layer._buffers[key])  # type: ignore[arg-type]
@@ -428,6 +461,16 @@ class _Observer:
     def _after(self, layer: nn.Module, args: Any, out: Any) -> None:
         mu, var = self.layer.running_mean, self.layer.running_var
         assert mu is not None and var is not None  # noqa: PT018
+        x = args[0] if args else None
+        if (
+            x is not None
+            and mu.is_cpu
+            and not isinstance(layer, BatchNorm)
+            and bool((mu**2 > CONDITION**2 * var).any())
+        ):
+            # torch's CPU kernels are inaccurate if means are large.
+            ((_, mu, biased),) = moments_of(self.layer, x, None, tuple(mu.shape))
+            var = biased * (self._m / max(self._m - 1, 1))
         # torch.nn's layers increase num_batches_tracked for empty batches too; this library's layers do not.
         self._counted = self._counted + (self._m > 0 if isinstance(layer, BatchNorm) else 1)
         self._moments.add(self._m, mu, var)
@@ -466,6 +509,11 @@ class _Observer:
             raise ValueError(
                 f"layer '{self.path}': every batch has only one value per feature, so rule='paper' has no variances to"
                 " average; the network was not changed. Use larger batches, or rule='pooled'"
+            )
+        if found is not None and not _fits(self.layer, found, self.rule):
+            raise ValueError(
+                f"layer '{self.path}': the statistics are too large for its half-precision buffers; the network was not"
+                " changed. Convert it with bn.convert, whose layers keep float32 statistics"
             )
         if found is not None and found.count == 1:
             raise ValueError(
@@ -537,8 +585,22 @@ def _compare(path: str, layer: TorchBatchNorm, averages: AveragedMoments, rule: 
         mean_gap=worst((running_mean - mean).abs() / scale.sqrt()),
         var_gap=worst((running_var - var).abs() / scale),
         mean_error=worst((averages.mean_spread / others / scale).sqrt()) if others else inf,
-        var_error=worst((averages.var_spread / others).sqrt() / scale) if others else inf,
+        var_error=worst(_var_error(averages, rule) / scale) if others else inf,
     )
+
+
+def _var_error(averages: AveragedMoments, rule: Rule) -> Tensor:
+    """Return the standard error of Var[x]; for rule "pooled", it is assumed that the batches' means are normal."""
+    m, others = averages.count / averages.batches, averages.batches - 1
+    if rule == "paper":
+        return m / (m - 1) * (averages.var_spread / others).sqrt()
+    return ((averages.var_spread + 2 * averages.mean_spread.square()) / others).sqrt()
+
+
+def _fits(layer: TorchBatchNorm, averages: AveragedMoments, rule: Rule) -> bool:
+    """Return whether the population statistics stay finite in the dtype of the layer's buffers."""
+    dtype = layer.running_var.dtype  # type: ignore[union-attr]
+    return all(bool(v.to(dtype).isfinite().all()) for v in population_statistics(averages, rule))
 
 
 def _write(layer: TorchBatchNorm, averages: AveragedMoments, rule: Rule) -> None:

@@ -137,6 +137,25 @@ def diagnosing_rank(rank, world_size):
     return "no error"
 
 
+def far_rank(rank, world_size, examples):
+    layer = bn.BatchNorm1d(3, momentum=None, statistics=bn.Sync()).double()
+    batches = [batch[: examples[rank]] for batch in data(rank)]
+    for batch in batches:
+        layer(batch)
+    trained = layer.running_var.clone()
+    seen = bn.estimate_(nn.Sequential(layer), batches).layers[0]
+    return trained, layer.running_var, layer.num_batches_tracked, seen.m
+
+
+@pytest.mark.parametrize("examples", [(8, 8), (1, 7)])
+def test_a_batch_of_a_synchronized_layer_is_that_of_all_ranks(examples):
+    results = on_ranks(2, far_rank, examples)
+    assert not any(isinstance(r, str) for r in results), results
+    for trained, estimated, batches, m in results:
+        torch.testing.assert_close(estimated, trained)
+        assert (int(batches), m) == (4, sum(examples))
+
+
 def lonely_rank(rank, world_size):
     net = bn.freeze_(nn.Sequential(bn.BatchNorm1d(3, statistics=bn.Sync()), nn.ReLU()).double())
     return rank > 0 or str(bn.diagnose(net, list(data(rank))))

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 import torch._dynamo
@@ -43,6 +44,34 @@ def test_large_tensors_are_sampled_evenly():
     q = percentiles_of(torch.randn(20_000, 600), (15, 50, 85), samples=1000, units=100)
     assert q.shape == (3, 100)
     assert q[1].abs().max() < 0.3
+
+
+@pytest.mark.parametrize(("examples", "side"), [(64, 32), (32, 64), (128, 16), (32, 28)])
+def test_all_columns_of_images_are_sampled(examples, side):
+    # The padding makes the border's values smaller than the others.
+    conv = nn.Conv2d(3, 16, 7, padding=3)
+    z = conv(torch.rand(examples, 3, side, side)).detach()
+    exact = torch.from_numpy(np.percentile(z.movedim(1, 0).flatten(1).numpy(), (15, 50, 85), axis=1))
+    assert ((percentiles_of(z, (15, 50, 85)) - exact).abs() < 0.15 * z.std((0, 2, 3))).all()
+
+
+def test_percentiles_of_a_unit_with_nan_are_nan():
+    x = torch.randn(10, 2)
+    x[3, 1] = torch.nan
+    found = percentiles_of(x, (15, 50))
+    assert found[:, 0].isfinite().all()
+    assert found[:, 1].isnan().all()
+
+
+def test_an_output_that_was_changed_in_place_is_not_the_normalized_one():
+    def forward(n, x):
+        y = n.norm(x)
+        y += x
+        return n.relu(y)
+
+    net, x = Coded(forward, norm=nn.BatchNorm1d(3), relu=nn.ReLU()), torch.randn(8, 3)
+    z, before = Monitor(net).record(0, x).percentiles["relu"]
+    assert z is before
 
 
 def train(net, data, steps=12):

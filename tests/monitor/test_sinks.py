@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from batchnorm.models import perceptron
-from batchnorm.monitor import JSONLines, Monitor, Record, TensorBoard
+from batchnorm.monitor import Change, JSONLines, Monitor, Percentiles, Record, TensorBoard
 from batchnorm.optional_packages import MissingExtraError
 
 
@@ -77,6 +77,17 @@ def test_a_run_that_starts_again_replaces_its_records(tmp_path):
             for step in steps:
                 sink.write(Record(step))
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [0, 5, 15]
+
+
+def test_a_file_has_null_in_place_of_nan(tmp_path):
+    values = torch.tensor([[1.0, torch.nan], [torch.inf, 2.0]])
+    with JSONLines(tmp_path / "m.jsonl") as sink:
+        sink.write(Record(1, {"relu": Percentiles(values, values)}, {"fc": Change(torch.nan, 0.5)}))
+    text = (tmp_path / "m.jsonl").read_text()
+    assert text == (
+        '{"step": 1, "percentiles": {"relu": {"z": [[1.0, null], [null, 2.0]]}},'
+        ' "gradient_change": {"fc": {"relative": null, "cosine": 0.5}}}\n'
+    )
 
 
 def test_a_line_that_a_killed_run_did_not_finish_is_removed(tmp_path):

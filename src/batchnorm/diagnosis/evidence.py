@@ -19,8 +19,8 @@ from ..graph.kinds import keeps_torch_forward
 from ..layers import BatchNorm, Ghost, Sync
 from ..layers.norm_act import NormAct
 from ..network_copy import SharedWithOriginalError, isolated, private_copy
-from ..ops.moments import AveragedMoments, MomentAccumulator, batch_moments
-from ..population import equal_on_all_ranks, is_synchronized
+from ..ops.moments import AveragedMoments, MomentAccumulator
+from ..population import equal_on_all_ranks, is_synchronized, moments_of
 from ..progress import length_of, progress
 from ..surgery.convert import convertible
 
@@ -134,8 +134,8 @@ class Layer:
         self.largest = largest if self.largest is None else torch.maximum(self.largest, largest)
         if self.calls == len(self.inputs):
             self.inputs.append(MomentAccumulator())
-        (m, mean, var), _ = batch_moments(x, dims, mask)
-        self.inputs[self.calls].add(m, mean.reshape(features), var.reshape(features))
+        for moments in moments_of(copied, given[0], given[1], features):
+            self.inputs[self.calls].add(*moments)
         self.calls += 1
 
 

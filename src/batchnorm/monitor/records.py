@@ -10,6 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+GOLDEN = (5**0.5 - 1) / 2
+"""The fractional parts of its multiples are spread evenly over [0, 1), however many there are."""
+
 
 class Percentiles(NamedTuple):
     """The percentiles of a nonlinearity's input, and of the input of the batch normalization before it.
@@ -69,7 +72,7 @@ def percentiles_of(
     """Return the percentiles of each unit's values over all other dimensions, with shape (percentiles, units).
 
     The percentiles are interpolated linearly. The result covers at most ``units`` evenly spaced units, and uses at most
-    ``samples`` evenly spaced values of each unit. If ``values`` is empty, the result is NaN.
+    ``samples`` values of each unit. The percentiles of a unit with a NaN, and of empty ``values``, are NaN.
 
     >>> percentiles_of(torch.tensor([[0.0], [1.0], [2.0]]), (0, 50, 75))
     tensor([[0.0000],
@@ -82,8 +85,13 @@ def percentiles_of(
     table = values.movedim(unit_dim, 0).flatten(1)
     if table.numel() == 0:
         return table.new_full((len(percentiles), len(table)), torch.nan, dtype=torch.float32)
-    # Choose values at even spacing, not at random: a monitor must not change the random numbers that training draws.
-    table = table[:: -(-len(table) // units), :: -(-table.shape[1] // samples)].float().contiguous()
+    table = table[:: -(-len(table) // units)]
+    if (n := table.shape[1]) > samples:
+        # Do not choose values at random, because a monitor must not change the random numbers that training draws. Do
+        # not choose every k-th value either: if k and an image's width have common factors, most columns are left out.
+        places = (torch.arange(samples, dtype=torch.float64, device="cpu") * GOLDEN).frac() * n
+        table = table.index_select(1, places.long().to(table.device))
+    table = table.float().contiguous()
     position = [q / 100 * (table.shape[1] - 1) for q in percentiles]
     below, above = [floor(p) for p in position], [ceil(p) for p in position]
     part = [p - b for p, b in zip(position, below, strict=True)]
@@ -91,6 +99,8 @@ def percentiles_of(
         ordered = np.sort(table.numpy(), axis=1)  # faster than torch.sort
         low = ordered[:, below]
         found = low + (ordered[:, above] - low) * np.asarray(part, dtype=np.float32)
+        found[np.isnan(ordered[:, -1])] = np.nan
         return torch.from_numpy(np.ascontiguousarray(found.T))
     on_device = table.sort(dim=1).values
-    return torch.lerp(on_device[:, below], on_device[:, above], table.new_tensor(part)).t().contiguous()
+    found_there = torch.lerp(on_device[:, below], on_device[:, above], table.new_tensor(part))
+    return torch.where(on_device[:, -1:].isnan(), torch.nan, found_there).t().contiguous()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from math import isfinite
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -151,7 +152,7 @@ class TensorBoard:
 
 
 def as_json(record: Record) -> dict[str, Any]:
-    """Convert the record to values that can be written as JSON."""
+    """Convert the record to values that can be written as JSON; NaN and infinities become None."""
     line: dict[str, Any] = {"step": record.step}
     if record.percentiles:
         line["percentiles"] = {
@@ -159,10 +160,14 @@ def as_json(record: Record) -> dict[str, Any]:
             for name, (z, x) in record.percentiles.items()
         }
     for name, change in record.gradient_change.items():
-        rounded = {key: float(f"{value:.5g}") for key, value in change._asdict().items()}
+        rounded = {key: _rounded(value) for key, value in change._asdict().items()}
         line.setdefault("gradient_change", {})[name] = rounded
     return line
 
 
-def _numbers(values: Tensor) -> list[list[float]]:
-    return [[float(f"{v:.5g}") for v in row] for row in values.tolist()]
+def _numbers(values: Tensor) -> list[list[float | None]]:
+    return [[_rounded(v) for v in row] for row in values.tolist()]
+
+
+def _rounded(value: float) -> float | None:
+    return float(f"{value:.5g}") if isfinite(value) else None

@@ -47,8 +47,8 @@ class Taps:
 
     For a batch or instance normalization, z is the output before any fused nonlinearity. If a nonlinearity is fused,
     the input is normalized a second time to compute z. For any other layer, z is the input. If z is the output of a
-    batch or instance normalization, x is the input of that normalization; if not, x is z. A layer's second call in one
-    pass is reported as ``name#2``.
+    batch or instance normalization, and was not changed in place since (for example, by adding a residual), x is the
+    input of that normalization; if not, x is z. A layer's second call in one pass is reported as ``name#2``.
 
     This context manager adds no communication between ranks.
     """
@@ -57,7 +57,7 @@ class Taps:
         self.net, self.names, self.seen = net, list(names), seen
         self._handles = ExitStack()
         self._calls: dict[str, int] = {}
-        self._normalized: list[tuple[Tensor, Tensor]] = []
+        self._normalized: list[tuple[Tensor, int, Tensor]] = []
 
     def __enter__(self) -> Taps:
         for name in self.names:
@@ -81,13 +81,13 @@ class Taps:
         self._handles.callback(handle.remove)
 
     def _remember(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-        self._normalized.append((output, _input(args, kwargs)))
+        self._normalized.append((output, _version(output), _input(args, kwargs)))
 
     def _nonlinearity(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         z = _input(args, kwargs)
         if not isinstance(z, Tensor):
             return
-        x = next((x for y, x in self._normalized if y is z), z)
+        x = next((x for y, version, x in self._normalized if y is z and version == _version(z)), z)
         self._report(name, z, x)
 
     def _plain(
@@ -119,6 +119,11 @@ class Taps:
     def _report(self, name: str, z: Tensor, x: Tensor) -> None:
         self._calls[name] = call = self._calls.get(name, 0) + 1
         self.seen(name if call == 1 else f"{name}#{call}", z, x)
+
+
+def _version(t: Tensor) -> int:
+    """Return how often a tensor was changed in place, or 0 for tensors of inference mode, which do not count this."""
+    return 0 if t.is_inference() else t._version
 
 
 def _input(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

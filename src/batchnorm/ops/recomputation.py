@@ -198,7 +198,9 @@ class Registry:
         # recipe has a weak reference to its output's StorageImpl, so no other storage can have the same _cdata, which
         # is the recipe's key in the dict.
         self.recipes = {at: recipe for at, recipe in self.recipes.items() if not recipe.storage.expired()}
-        recipe = Recomputed(y, again, [None if source is None else self.keep(source) for source in sources])
+        # Copy gamma and beta: FSDP2 may have freed the parameters when a later layer's backward pass recomputes y.
+        copies = [v.detach().clone() if v is not None and v.dim() == 1 else v for v in sources]
+        recipe = Recomputed(y, again, [None if v is None else self.keep(v) for v in copies])
         self.recipes[_address(y)] = recipe
         kept = self.waiting.pop(_address(y), None)
         if kept is not None:

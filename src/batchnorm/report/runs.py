@@ -242,8 +242,8 @@ def _by_layer(line: dict[str, Any], key: str, read: Callable[[Any], T], where: s
 
 
 def _percentiles(table: Any) -> Percentiles:
-    z = torch.tensor(table["z"], dtype=torch.float32)
-    x = torch.tensor(table["x"], dtype=torch.float32) if "x" in table else z
+    z = _table(table["z"])
+    x = _table(table["x"]) if "x" in table else z
     if z.dim() != 2 or len(z) < 2 or not z.numel() or x.shape != z.shape:
         raise ValueError(
             f"z and x have the shapes {tuple(z.shape)} and {tuple(x.shape)}, but must have the same shape (percentiles,"
@@ -252,7 +252,13 @@ def _percentiles(table: Any) -> Percentiles:
     return Percentiles(z, x)
 
 
+def _table(rows: Any) -> torch.Tensor:
+    return torch.tensor([[math.nan if v is None else v for v in row] for row in rows], dtype=torch.float32)
+
+
 def _change(table: Any) -> Change:
+    if isinstance(table, dict):
+        table = {key: math.nan if value is None else value for key, value in table.items()}
     if not (isinstance(table, dict) and table.keys() == set(Change._fields) and all(map(_is_number, table.values()))):
         keys = " and ".join(map(repr, Change._fields))
         raise ValueError(f"{_short(table)} must be an object with the numbers {keys} and nothing else")

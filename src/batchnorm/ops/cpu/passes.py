@@ -120,7 +120,8 @@ def _transform(
 
 def _vector(t: Tensor) -> NDArray[Any]:
     t = t.detach()
-    return (t.float() if t.dtype.itemsize == 2 else t).numpy()
+    # Do not call numpy() on a parameter itself: FSDP2 could not free its memory afterwards.
+    return (t.float() if t.dtype.itemsize == 2 else t.clone()).numpy()
 
 
 def _tensor(v: Vector, dtype: torch.dtype) -> Tensor:
