@@ -62,7 +62,10 @@ def _new_memo(net: nn.Module) -> Memo:
     for module in net.modules():
         for value in vars(module).values():
             # A process group does not belong to the network, so the copy uses the same group.
-            group = getattr(value, "group", value)
+            try:
+                group = getattr(value, "group", value)
+            except Exception:  # a __getattr__ of the user's class may raise any error, such as KeyError
+                group = value
             if type(group).__name__.startswith("ProcessGroup"):
                 memo[id(group)] = group
         # A module may hold computed tensors, for example outputs that a hook stored, or the weights that old-style

@@ -402,3 +402,25 @@ def test_a_convolution_with_its_own_forward_is_listed():
 
     report = bn.insert(nn.Sequential(Same(3, 4, 3), nn.ReLU()), torch.randn(2, 3, 5, 5)).report
     assert report["0"].reason == "Same has its own forward"
+
+
+class Strided(nn.Module):
+    """A network that changes an attribute of its convolution in each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3, padding=1)
+
+    def forward(self, x):
+        self.conv.stride = (2, 2) if x.shape[-1] > 8 else (1, 1)
+        return self.conv(x).relu()
+
+
+def test_writes_to_attributes_reach_the_normalized_layer():
+    net = Strided()
+    new = bn.insert(net, torch.randn(4, 3, 6, 6)).eval()
+    assert new(torch.randn(2, 3, 12, 12)).shape == (2, 4, 6, 6)
+    new.conv.weight = nn.Parameter(torch.zeros(4, 3, 3, 3))
+    assert new.conv.affine.weight.eq(0).all()
+    new.conv.note = "mine"
+    assert "note" in vars(new.conv)

@@ -1,11 +1,12 @@
 """Test that convert fuses whatever the data flow permits, in any coding style, and never changes the results."""
 
 import copy
+import functools
 import random
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from threading import Event
 from time import sleep
 
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from blocks import Block, Bottleneck, ConvNorm, DenseBlock, MobileOneLike, RegNetLike, UNet, fusions_in
 from networks import Coded, scramble_
 from torch import nn
+from torch.nn.utils import parametrize
 
 import batchnorm as bn
 from batchnorm.graph.generated import is_rewritten
@@ -1168,3 +1170,150 @@ def test_the_same_tensor_in_two_places_is_not_two_tensors():
     assert "1 of 1" in str(converted.report)
     for given in ((x, y), (x, x)):
         torch.testing.assert_close(converted(*given), copy.deepcopy(net).train()(*given))
+
+
+def matches_a_shape(n, x):
+    y = conv_bn_relu(n, x)
+    match x.shape:
+        case (_, _, height, _) if height > 8:
+            return y * 2
+        case _:
+            return y
+
+
+class Mine(torch.Tensor):
+    pass
+
+
+def looks_for_a_subclass(n, x):
+    return conv_bn_relu(n, x) * (2 if isinstance(x, Mine) else 1)
+
+
+def looks_for_parameters(n, x):
+    return conv_bn_relu(n, x) * (2 if isinstance(x, nn.Parameter) else 1)
+
+
+def reads_a_scale(n, x):
+    y, scale = conv_bn_relu(n, x), getattr(x, "scale", None)
+    return y if scale is None else y * scale
+
+
+def reads_a_mark(n, x):
+    return conv_bn_relu(n, x) * (2 if hasattr(n.conv1.weight, "mark") else 1)
+
+
+def with_scale(x):
+    x.scale = 3.0
+    return x
+
+
+@pytest.mark.parametrize(
+    ("code", "change"),
+    [
+        (matches_a_shape, lambda n, x: F.pad(x, (2, 2, 2, 2))),
+        (looks_for_parameters, lambda n, x: nn.Parameter(x)),
+        (looks_for_a_subclass, lambda n, x: x.as_subclass(Mine)),
+        (reads_a_scale, lambda n, x: with_scale(x)),
+        (reads_a_mark, lambda n, x: setattr(n.conv1.weight, "mark", 1) or x),
+    ],
+)
+def test_what_the_code_asks_about_tensors_may_change_later(code, change):
+    net = scramble_(Block(code)).double()
+    converted = bn.convert(net, image())
+    x = image()
+    found, expected = (n(change(n, x)).as_subclass(torch.Tensor) for n in (converted, net))
+    torch.testing.assert_close(found, expected, **CLOSE)
+
+
+def deterministic(n, x):
+    return conv_bn_relu(n, x) * (2 if torch.are_deterministic_algorithms_enabled() else 1)
+
+
+def default_dtype(n, x):
+    return conv_bn_relu(n, x) * (2 if torch.get_default_dtype() == torch.float64 else 1)
+
+
+def autocast_with_gradients(n, x):
+    return conv_bn_relu(n, x) * (2 if torch.is_grad_enabled() and torch.is_autocast_enabled("cpu") else 1)
+
+
+def autocast_dtype(n, x):
+    return conv_bn_relu(n, x).to(torch.get_autocast_dtype("cpu"))
+
+
+@contextmanager
+def set_by(function, value, before):
+    function(value)
+    try:
+        yield
+    finally:
+        function(before)
+
+
+@pytest.mark.parametrize(
+    ("code", "context"),
+    [
+        (deterministic, lambda: set_by(torch.use_deterministic_algorithms, True, False)),
+        (default_dtype, lambda: set_by(torch.set_default_dtype, torch.float64, torch.float32)),
+        (autocast_with_gradients, lambda: torch.autocast("cpu", torch.bfloat16)),
+        (autocast_dtype, lambda: torch.autocast("cpu", torch.float16)),
+    ],
+)
+def test_torch_states_may_change_later(code, context):
+    net, x = scramble_(Block(code)).eval(), image().float()
+    converted = bn.convert(net, x)
+    with context():
+        found, expected = converted(x), net(x)
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)
+
+
+def scaled(forward):
+    @functools.wraps(forward)
+    def wrapper(self, x, scale=None, *, double=False):
+        if scale is None:
+            scale = self.scale if x.shape[0] > 8 else 1.0
+        return forward(self, x, scale) * (2 if double else 1)
+
+    return wrapper
+
+
+class Decorated(Block):
+    scale = 5.0
+
+    def __init__(self):
+        super().__init__(conv_bn_relu)
+
+    @scaled
+    def forward(self, x, scale=1.0):
+        return conv_bn_relu(self, x) * scale
+
+
+@pytest.mark.parametrize("given", [{}, {"scale": 2.0}, {"double": True}])
+@pytest.mark.parametrize("verb", [bn.convert, bn.fold])
+def test_decorators_with_other_arguments(verb, given):
+    net = scramble_(Decorated()).double().eval()
+    changed, x = verb(net, image()), torch.cat([image()] * 4)
+    torch.testing.assert_close(changed(x, **given), net(x, **given), **CLOSE)
+
+
+def test_parametrizations_of_a_converted_block_can_be_removed():
+    net = scramble_(Block(conv_bn_relu)).double()
+    net.gain = nn.Parameter(torch.ones(1, dtype=torch.double))
+    parametrize.register_parametrization(net, "gain", nn.Identity())
+    converted = bn.convert(net, image())
+    parametrize.remove_parametrizations(converted, "gain")
+    torch.testing.assert_close(converted(image()[:1] * 0 + 1), net(image()[:1] * 0 + 1), **CLOSE)
+
+
+class Settings(dict):
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self[name]
+
+
+def test_attributes_whose_attributes_raise_key_errors():
+    net = Block(conv_bn_relu).double()
+    net.settings = Settings(a=1)
+    assert bn.convert(net, image()).settings.a == 1

@@ -164,7 +164,7 @@ class _Signature:
     """A forward's parameters as source code: how they are declared, and how they are passed on."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
-        (first, *parameters) = signature(forward).parameters.values()
+        (first, *parameters) = signature(forward, follow_wrapped=False).parameters.values()
         self.defaults = {f"_default_{p.name}": p.default for p in parameters if p.default is not Parameter.empty}
         declared = [first.replace(name="self", annotation=Parameter.empty)]
         self.passed = "self"

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx, nn
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
+from torch.nn.utils import parametrize
 
 from .. import network_call
 from ..network_copy import private_copy, run_copy
@@ -156,7 +157,7 @@ def arguments_in(
 
     def note(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         try:
-            bound = signature(type(module).forward).bind(module, *args, **kwargs)
+            bound = signature(type(module).forward, follow_wrapped=False).bind(module, *args, **kwargs)
             bound.apply_defaults()
             (_, *given) = bound.arguments.items()
             seen: dict[int, torch.Tensor] = {}
@@ -177,8 +178,12 @@ def arguments_in(
 def _has_code(module: nn.Module) -> bool:
     if isinstance(module, torch.jit.ScriptModule | fx.GraphModule | TorchBatchNorm) or "forward" in vars(module):
         return False
+    if parametrize.is_parametrized(module):
+        return False  # remove_parametrizations deletes a property of the module's class, which must not be a subclass
     own = bool(module._modules) or not keeps_torch_forward(module)
-    return own and isinstance(type(module).forward, FunctionType)
+    forward = type(module).forward
+    # A wrapper such as the one of torch.no_grad() has no parameter for the module.
+    return own and isinstance(forward, FunctionType) and forward.__code__.co_argcount > 0
 
 
 class _Worker:
@@ -227,9 +232,10 @@ class _Worker:
             opened = needed
         if not matches:
             return None
-        with torch.inference_mode(), _autocast_everywhere():
-            if str(self._trace(path, patterns, opened).graph) != str(traced.graph):
-                raise Untraceable("its code depends on the gradient mode or on autocast")
+        for inference, dtype in ((True, torch.bfloat16), (False, torch.float16)):
+            with torch.inference_mode(inference), _autocast_everywhere(dtype):
+                if str(self._trace(path, patterns, opened).graph) != str(traced.graph):
+                    raise Untraceable("its code depends on the gradient mode or on autocast")
         builder = ConditionBuilder(module, self.twin.get_submodule(path), traced)
         builder.expect_arguments(patterns)
         builder.expect_reads()
@@ -265,16 +271,18 @@ class _Worker:
 
 
 @contextmanager
-def _autocast_everywhere() -> Iterator[None]:
+def _autocast_everywhere(dtype: torch.dtype) -> Iterator[None]:
     """Make ``torch.is_autocast_enabled`` return True for the CPU and for CUDA, even on a machine without a GPU."""
-    before = {device: torch.is_autocast_enabled(device) for device in ("cpu", "cuda")}
+    before = {d: (torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in ("cpu", "cuda")}
     for device in before:
         torch.set_autocast_enabled(device, True)
+        torch.set_autocast_dtype(device, dtype)
     try:
         yield
     finally:
-        for device, enabled in before.items():
+        for device, (enabled, old) in before.items():
             torch.set_autocast_enabled(device, enabled)
+            torch.set_autocast_dtype(device, old)
 
 
 def _crossed(module: nn.Module, matcher: Matcher, traced: Traced, match: Match) -> Iterator[str]:

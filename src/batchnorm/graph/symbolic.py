@@ -42,6 +42,9 @@ FACTORIES = "arange empty eye full linspace ones rand randint randn randperm ten
 
 # Functions of torch whose results may change after the trace. The rewritten forward checks that they have not changed.
 STATES = (
+    "are_deterministic_algorithms_enabled",
+    "get_default_dtype",
+    "compiler.is_dynamo_compiling",
     "compiler.is_compiling",
     "compiler.is_exporting",
     "distributed.is_initialized",
@@ -219,7 +222,7 @@ def _entry(forward: Callable[..., Any], arguments: dict[str, Any]) -> tuple[Func
         return name
 
     args = kwargs = ""
-    for p in signature(forward).parameters.values():
+    for p in signature(forward, follow_wrapped=False).parameters.values():
         if p.name in arguments:
             text = spell(arguments[p.name], f"a_{p.name}", p.name)
             if p.kind in (Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD):
@@ -394,9 +397,17 @@ class _Typed:
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
-        if is_machinery(_caller()) and sys._getframe(1).f_code is not torch.is_tensor.__code__:
+        # isinstance(x, nn.Parameter) reads __class__ in torch.nn.parameter, not in the user's code.
+        checks = sys._getframe(1).f_code is torch.is_tensor.__code__ or (
+            _caller() == "torch.nn.parameter" and not is_machinery(sys._getframe(2).f_globals.get("__name__", ""))
+        )
+        if is_machinery(_caller()) and not checks:
             return type(self)
         if not isinstance(self, Attribute) and self.tracer.is_tensor(self.node):
+            # A subclass of Tensor could give another answer, and computed tensors inherit the subclass.
+            self.tracer.answers.update(
+                dict.fromkeys(f"_type({text}) is _Tensor" for text, _ in self.tracer._given.values())
+            )
             return Tensor
         # Only type checks and C++ functions of torch read __class__. So if the calling code has no type check, it calls
         # a C++ function. isinstance() with an abstract class reads __class__ in abc.py, not in the user's code.
@@ -469,7 +480,13 @@ class _Value(_Typed, fx.Proxy):
             # Call this here too, not only in create_node, because `x.dtype is torch.half` creates no node.
             _refuse_unrecorded()
             return _Attribute(self, name)
-        if name.startswith("__") or self.tracer.is_tensor(self.node):
+        if name.startswith("__") or is_machinery(_caller()):
+            raise AttributeError(f"'Tensor' object has no attribute '{name}'")
+        if self.node.op == "get_attr":
+            raise Untraceable(f"its code reads the attribute '{name}' of a parameter or buffer")
+        if self.tracer.is_tensor(self.node):
+            if self.node.name in self.tracer._given:
+                self.tracer.answers[f"not _hasattr({self.tracer._given[self.node.name][0]}, {name!r})"] = None
             raise AttributeError(f"'Tensor' object has no attribute '{name}'")
         raise Untraceable(f"its code reads the attribute '{name}' of what a function or another module returned")
 
@@ -532,7 +549,7 @@ def _recorded_factories(tracer: _Tracer) -> Iterator[None]:
             if get_ident() == thread and not is_machinery(_caller()):
                 if args or kwargs:
                     raise Untraceable(f"its code calls torch.{name} with arguments")
-                tracer.answers[f"_torch.{name}() == {value!r}"] = None
+                tracer.answers[f"_torch.{name}() == {'_' * isinstance(value, torch.dtype)}{value!r}"] = None
             return value
 
         return answer
@@ -540,8 +557,8 @@ def _recorded_factories(tracer: _Tracer) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(changed(torch, **{name: recorded(getattr(torch, name)) for name in FACTORIES}))
         for path in STATES:
-            home, name = path.split(".")
-            owner = getattr(torch, home)
+            home, _, name = path.rpartition(".")
+            owner = getattr(torch, home) if home else torch
             if hasattr(owner, name):  # a torch build may lack the functions of torch.distributed
                 stack.enter_context(changed(owner, **{name: asked(getattr(owner, name), path)}))
         yield
@@ -580,8 +597,16 @@ def is_machinery(name: str) -> bool:
 
 
 @cache
+def matches_sequences(code: CodeType) -> bool:
+    """Return whether ``code`` has a match statement with a sequence pattern, which no proxy matches."""
+    return any(i.opname == "MATCH_SEQUENCE" for i in dis.get_instructions(code))
+
+
+@cache
 def _unrecorded(code: CodeType) -> str:
     """Name a construct in ``code`` that torch.fx does not record, as in "has a try statement"; "" if there is none."""
+    if matches_sequences(code):
+        return "matches a sequence in a match statement"
     before = ""
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("BEFORE_WITH", "LOAD_SPECIAL"):

@@ -26,7 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 from .. import network_call
 from ..graph.generated import by_name, scope_of
 from ..graph.kinds import is_affine, keeps_torch_forward
-from ..graph.symbolic import Untraceable, is_machinery, refuse_texts
+from ..graph.symbolic import Untraceable, is_machinery, matches_sequences, refuse_texts
 from ..layers import BatchNorm
 from ..network_copy import changed, plain_attributes, private_copy, run_copy
 
@@ -186,6 +186,9 @@ class _CheckedProxy(fx.Proxy):
     tracer: _ForwardTracer
 
     def __getattr__(self, name: str) -> Attribute:
+        caller = sys._getframe(1)
+        if not is_machinery(caller.f_globals.get("__name__", "")) and matches_sequences(caller.f_code):
+            raise Untraceable("its code matches a sequence in a match statement")
         return _CheckedAttribute(self, name)
 
     def __hash__(self) -> int:
@@ -274,6 +277,8 @@ def _trace_forward_(module: nn.Module, inside: set[nn.Module], calls: list[Any])
         return
     if "forward" in vars(module):
         raise ValueError("its forward was replaced on the instance")
+    if signature(type(module).forward) != signature(type(module).forward, follow_wrapped=False):
+        raise ValueError("its forward is decorated with a function that takes other arguments")
     fixed = _fixed_arguments(module, calls)
     twin = private_copy(module)
     opened = {new for old, new in zip(module.modules(), twin.modules(), strict=True) if old in inside}

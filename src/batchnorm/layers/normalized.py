@@ -6,13 +6,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
+# The attributes of the container itself, even if the module has attributes of these names.
+OWN = frozenset(("affine", "norm", "features_last", "report", *dir(nn.Module)))
+
 
 class Normalized(nn.Module):
     """Call a module and normalize its output; this container takes the module's place in the network.
 
     The module's state-dict entries move one level down: ``conv1.weight`` becomes ``conv1.affine.weight``, and the new
-    entries are ``conv1.norm.*``. Public attributes that the container does not have are looked up on the module, so
-    that code that reads ``self.conv1.out_channels`` keeps working.
+    entries are ``conv1.norm.*``. Public attributes that the container does not have are read from the module, and set
+    on it, so that code that uses ``self.conv1.stride`` keeps working.
 
     Args:
         affine: a Linear, a convolution or, if BN goes after the nonlinearity, an activation module.
@@ -40,6 +43,13 @@ class Normalized(nn.Module):
             y: Tensor = self.norm(x.flatten(0, -2))
             return y.reshape(x.shape)
         return self.norm(x)  # type: ignore[no-any-return]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        affine = self.__dict__.get("_modules", {}).get("affine")
+        if affine is None or name.startswith("_") or name in self.__dict__ or name in OWN or not hasattr(affine, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(affine, name, value)
 
     def __getattr__(self, name: str) -> Any:
         try:
