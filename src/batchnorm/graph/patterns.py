@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch._ops import OperatorBase, OpOverloadPacket
 from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
-from ..ops.activation import NAMES, Activation, from_module
+from ..ops.activation import NAMES, TWO_SLOPES, Activation, from_module
 from .kinds import IN_PLACE, has_hooks, is_affine, is_in_place, keeps_torch_forward
 from .references import is_plain_identity, modules_within, runs_in_order
 
@@ -255,8 +255,16 @@ class Matcher:
             if self._cannot_move(norm, node):
                 continue
             user, kind, after = self._activation_after(node)
+            if kind.name not in ("identity", *TWO_SLOPES) and self._is_written_after(node, residual):
+                # For this activation, the fused call would save the residual for its backward pass.
+                user, kind, after = None, Activation(), ()
             return Match(norm, node, mine, user, kind, (*passed, *after), needs_private_input)
         return None
+
+    def _is_written_after(self, node: fx.Node, x: fx.Node) -> bool:
+        root = self._root(x)
+        later = (n for n in self.graph.nodes if self._order[n] > self._order[node] and self._may_write(n))
+        return any(self._root(given) is root for n in later for given in n.all_input_nodes)
 
     def _activation_after(self, node: fx.Node) -> tuple[fx.Node | None, Activation, tuple[fx.Node, ...]]:
         """Find the activation after a node, if nothing else reads the node's value.

@@ -75,9 +75,9 @@ def convert(
     statistics, and gradients (if possible, on the first three rows only). ``net`` is not changed. :func:`revert` undoes
     the conversion.
 
-    A trace does not capture changes to Python globals or classes, side effects such as ``print``, calls of ``type(x)``,
-    or random numbers from a generator that the user created. Use ``rewrite=False`` for networks whose forwards depend
-    on any of these.
+    A trace does not capture changes to Python globals, closures or classes, side effects such as ``print``, calls of
+    ``type(x)``, or random numbers from a generator that the user created. Use ``rewrite=False`` for networks whose
+    forwards depend on any of these.
 
     Args:
         net: any network.
