@@ -195,7 +195,7 @@ def test_torch_convolves_what_the_kernels_do_not_support(usable, why, monkeypatc
 
 
 def test_other_numbers_of_channels_are_rejected():
-    with pytest.raises(RuntimeError, match="the kernel is for 3 input channels, but the image has 4"):
+    with pytest.raises(RuntimeError, match="the convolution's weight has 3 input channels, but the image has 4"):
         module.convolve_by_blocks(torch.zeros(1, 4, 8, 8), torch.zeros(16, 3, 7, 7))
 
 

@@ -746,7 +746,7 @@ REFUSED = {
     "random": (lambda n, x: conv_bn_relu(n, x) if random.random() < 2 else x, "draws random numbers"),
     "torch.rand": (lambda n, x: conv_bn_relu(n, x) if torch.rand(1) < 2 else x, "control flow may depend on"),
     "an attribute is set": (counts_calls, "assigns to the attribute 'scale'"),
-    "gradients": (without_gradients, "changes the gradient mode"),
+    "gradients": (without_gradients, "in another gradient mode"),
     "the gradient mode": (
         lambda n, x: conv_bn_relu(n, x) if torch.is_grad_enabled() else n.bn1(n.conv1(x)).relu(),
         "depends on the gradient mode",

@@ -112,8 +112,8 @@ def measure(form: StepForm, batch: int, size: int, device: torch.device) -> Peak
         optimizer.step()
         return loss.detach()
 
-    loss = float(step())
-    step()  # the first step allocated momentum buffers and workspaces, so its memory differs from that of later steps
+    loss = float(step())  # not measured: this step also allocates momentum buffers and workspaces
+    step()  # reuse freed memory in the same way as the measured steps
     _, after = peak(forward, device)
     highest, _ = peak(step, device)
     return PeakMemory(form.name, highest, peak_of_tensors(step, device) or highest, after, loss)

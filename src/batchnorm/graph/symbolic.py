@@ -307,7 +307,10 @@ class _Tracer(fx.Tracer):
 
     def create_node(self, *args: Any, **kwargs: Any) -> fx.Node:
         if _modes() != self._modes:
-            raise Untraceable("its code changes the gradient mode, autocast or saved-tensor hooks for some calls")
+            raise Untraceable(
+                "its code runs some operations in another gradient mode, with other autocast settings or with"
+                " saved-tensor hooks"
+            )
         _refuse_unrecorded()
         node = super().create_node(*args, **kwargs)
         if node.op == "get_attr" and str(node.target).startswith(("_tensor_constant", "_torchbind_obj", "_opaque_obj")):

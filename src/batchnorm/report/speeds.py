@@ -41,7 +41,7 @@ def alternatives(results: Path) -> str:
         if (row["network"], row["batch"]) == ("torchvision:resnet50", 256) and "failed" not in row
     }
     eager = f": an eager {faster['eager']} (bf16, batch 256, H200)" if "eager" in faster else ""
-    compiled = f": with them, a compiled {faster['backend']}" if "backend" in faster else ""
+    compiled = f": with these, a compiled {faster['backend']}" if "backend" in faster else ""
     tests = "tests/known_problems"
     rows = [
         ["you use", "what it cannot do", "use instead"],
@@ -52,18 +52,18 @@ def alternatives(results: Path) -> str:
         ],
         [
             "`torch.nn.BatchNorm2d`",
-            "evaluate with exact statistics: its running averages [lag behind the weights]"
+            "evaluate with up-to-date statistics: its running averages [lag behind the weights]"
             f"({tests}/test_stale_averages.py)",
             "`bn.estimate_(net, batches)`: statistics computed with the final weights, with standard errors",
         ],
         [
             "`torch.nn.BatchNorm2d`",
-            f"stay frozen: `net.train()` [unfreezes it]({tests}/test_frozen_layers_thaw.py)",
+            f"keep its statistics frozen: `net.train()` [updates them again]({tests}/test_frozen_layers_thaw.py)",
             "`net = bn.convert(net, example)`, then `bn.freeze_(net)`: `train()` does not undo it",
         ],
         [
             "`torch.compile`",
-            f"generate bf16 kernels as fast as this library's{compiled}",
+            f"match this library's kernels in bf16{compiled}",
             '`torch.compile(net, backend="batchnorm")` on the stock network',
         ],
         [

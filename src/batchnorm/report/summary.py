@@ -202,7 +202,8 @@ def _rates(r: Result) -> list[str]:
         told.append(table([header, *shown]))
     if found := [verdict["verdict"] for verdict in r.get("verdicts", ())]:
         counts = [f"{n} {what}" for what in ("confirmed", "refuted", "not resolved") if (n := found.count(what))]
-        told.append(f"The paper's claims: {', '.join(counts)} ([table](docs/fig2.md#what-the-paper-found)).")
+        where = "([table](docs/fig2.md#what-the-paper-found))"
+        told.append(f"The paper's claims, on this small data set: {', '.join(counts)} {where}.")
     return told
 
 

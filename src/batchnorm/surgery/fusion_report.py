@@ -105,7 +105,7 @@ def _applies_one(layer: nn.Module) -> bool:
 
 
 def headline(counts: list[tuple[Count, Fusions]]) -> str:
-    """Say how many of the layers that feed an activation are fused in every traced mode that calls them."""
+    """Say how many of the layers that feed an activation are fused with it, in every traced mode that calls them."""
     feeding = set[nn.Module]().union(*(c.activation for c, _ in counts))
     sums = set[nn.Module]().union(*(c.sum for c, _ in counts)) - feeding
     fused = {m for m in feeding if all(_has_activation(f.get(m)) for c, f in counts if m in c.activation)}

@@ -113,8 +113,8 @@ def convolve_by_blocks(x: Tensor, kernel: Tensor, bias: Tensor | None = None) ->
     inputs, size = kernel.shape[1], kernel.shape[-1]
     if x.shape[1] != inputs:
         raise RuntimeError(
-            f"the kernel is for {inputs} input channels, but the image has {x.shape[1]}: pass images with {inputs}"
-            " channels"
+            f"the convolution's weight has {inputs} input channels, but the image has {x.shape[1]}: pass images with"
+            f" {inputs} channels"
         )
     taps, front, before = Window.of(size)
     blocks = pixel_blocks(x, before, taps)

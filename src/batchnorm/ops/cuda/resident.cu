@@ -296,8 +296,8 @@ __device__ __forceinline__ void put(char* to, const Vec& v, const Shape& s) {
 
 // The n vectors of a slice that one thread processes. offset() returns the byte offset of the i-th of these vectors.
 // The units of a slice are divided into runs of BLOCK units. Run k belongs to part k % parts, so that all programs
-// together read the tensor from start to end. If ROWS, a thread processes one vector of each of its units, the one with
-// the index `column`.
+// together read the tensor from start to end. If ROWS, a unit has several vectors, and a thread processes only the vector
+// `column` of each of its units.
 struct Walk {
     int slice, first, step, n, column;
 
