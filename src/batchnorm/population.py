@@ -78,6 +78,7 @@ def estimate_(
     Rule "paper": E[x] = E_B[mu_B] and Var[x] = m/(m-1) E_B[sigma_B^2]. If the batches differ in size m, each batch is
     weighted by its m, and Var[x] = sum(m sigma_B^2) / sum(m - 1). In convolutional layers, m counts locations too. A
     batch is what training normalizes together: with ``Ghost``, each group; with ``Sync``, the batches of all ranks.
+    (With ``upstream="population"``, it is always the whole batch of one rank.)
     Rule "pooled": the mean and the biased variance (divided by N, not by N - 1) of all N values of a feature together.
 
     All layers except batch normalization run in evaluation mode, so dropout, for example, is off. Frozen batch
@@ -409,7 +410,7 @@ class _Observer:
                 # Let num_batches_tracked start at 0, because `averages` compares it with the number of observed calls.
                 layer._buffers["num_batches_tracked"] = torch.zeros_like(layer.num_batches_tracked)  # type: ignore[arg-type]
                 layer.momentum = 1.0
-                stack.enter_context(layer.register_forward_hook(self._after))
+                stack.enter_context(layer.register_forward_hook(self._after, with_kwargs=True))
             if self.own_forward and isinstance(layer, BatchNorm):
                 # BatchNorm.forward passes what it normalizes to _check_input, so replace that method with one that
                 # records the input. Disable the fast path, which does not call _check_input.
@@ -458,18 +459,12 @@ class _Observer:
             for key in ("running_mean", "running_var"):
                 self.layer._buffers[key] = torch.zeros_like(self.layer._buffers[key])  # type: ignore[arg-type]
 
-    def _after(self, layer: nn.Module, args: Any, out: Any) -> None:
+    def _after(self, layer: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         mu, var = self.layer.running_mean, self.layer.running_var
         assert mu is not None and var is not None  # noqa: PT018
-        x = args[0] if args else None
-        if (
-            x is not None
-            and mu.is_cpu
-            and not isinstance(layer, BatchNorm)
-            and bool((mu**2 > CONDITION**2 * var).any())
-        ):
+        if mu.is_cpu and not isinstance(layer, BatchNorm) and bool((mu**2 > CONDITION**2 * var).any()):
             # torch's CPU kernels are inaccurate if means are large.
-            ((_, mu, biased),) = moments_of(self.layer, x, None, tuple(mu.shape))
+            ((_, mu, biased),) = moments_of(self.layer, args[0] if args else kwargs["input"], None, tuple(mu.shape))
             var = biased * (self._m / max(self._m - 1, 1))
         # torch.nn's layers increase num_batches_tracked for empty batches too; this library's layers do not.
         self._counted = self._counted + (self._m > 0 if isinstance(layer, BatchNorm) else 1)

@@ -143,6 +143,7 @@ def check_writable(path: Path | None) -> None:
     """
     if path is None:
         return
+    path = path.resolve() if path.is_symlink() else path
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     path.parent.mkdir(parents=True, exist_ok=True)

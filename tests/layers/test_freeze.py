@@ -91,6 +91,8 @@ def test_scripted_layers_are_refused():
     assert net["a"].frozen == 0
     bn.freeze_(net, statistics=False)
     assert not net["a"].weight.requires_grad
+    with pytest.raises(ValueError, match=r"cannot freeze b\.0: it is scripted"):
+        bn.freeze_(nn.ModuleDict({"b": net["b"]}))
 
 
 def test_refusals_change_nothing():

@@ -122,6 +122,11 @@ def test_compiled_renorm_has_the_gradients_of_eager_mode(twice):
     torch.testing.assert_close(results[1], results[0], rtol=1e-4, atol=1e-4)
 
 
+def test_ghost_on_the_meta_device():
+    layer = bn.BatchNorm2d(4, statistics=bn.Ghost(2), device="meta")
+    assert layer(torch.empty(4, 4, 2, 2, device="meta")).shape == (4, 4, 2, 2)
+
+
 def test_ghost_under_autocast_takes_half_precision():
     layer, x = bn.BatchNorm1d(3, statistics=bn.Ghost(4)), torch.randn(8, 3).half()
     with torch.autocast("cpu", torch.bfloat16):

@@ -313,9 +313,18 @@ def written_after_the_activation(n, x, activation):
     return y
 
 
+def written_through_a_view(n, x, activation):
+    r = x * 1
+    flat = r.view(-1)
+    y = activation(n.bn1(n.conv1(x)) + r)
+    flat.mul_(0)
+    return y
+
+
+@pytest.mark.parametrize("code", [written_after_the_activation, written_through_a_view])
 @pytest.mark.parametrize(("activation", "kind"), [(F.silu, "identity sum"), (torch.relu, "relu sum")])
-def test_a_residual_that_is_overwritten_later_is_not_saved(activation, kind):
-    net = scramble_(Block(functools.partial(written_after_the_activation, activation=activation))).double()
+def test_a_residual_that_is_overwritten_later_is_not_saved(code, activation, kind):
+    net = scramble_(Block(functools.partial(code, activation=activation))).double()
     converted = bn.convert(net, image())
     assert fused(converted) == {"bn1": kind}
     x = image()
@@ -1317,6 +1326,32 @@ def test_decorators_with_other_arguments(verb, given):
     net = scramble_(Decorated()).double().eval()
     changed, x = verb(net, image()), torch.cat([image()] * 4)
     torch.testing.assert_close(changed(x, **given), net(x, **given), **CLOSE)
+
+
+class Wrapped(Block):
+    def __init__(self):
+        super().__init__(conv_bn_relu)
+
+    @torch.compiler.disable
+    def forward(self, x):
+        return conv_bn_relu(self, x)
+
+
+def test_decorators_that_pass_all_arguments_on():
+    converted = converted_and_checked(Wrapped())
+    assert fused(converted) == {"bn1": "relu"}
+
+
+@pytest.mark.parametrize("verb", [bn.convert, bn.insert, bn.fold])
+def test_networks_made_in_inference_mode_can_be_trained(verb):
+    net, x = (
+        scramble_(nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU(), nn.BatchNorm2d(4), nn.Tanh())).eval(),
+        image().float(),
+    )
+    with torch.inference_mode():
+        changed = verb(net, x)
+    changed(x.requires_grad_()).sum().backward()
+    assert x.grad.isfinite().all()
 
 
 def test_parametrizations_of_a_converted_block_can_be_removed():

@@ -38,6 +38,12 @@ def build(classes):
     )
 
 
+class PairOutsideTraining(nn.Sequential):
+    def forward(self, x):
+        y = super().forward(x)
+        return y if self.training else (y, y)
+
+
 def steady(classes):
     return nn.Sequential(
         nn.Conv2d(3, 6, 3, stride=2), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(6, classes)
@@ -162,6 +168,14 @@ def test_code_that_computes_something_else_than_in_training_is_refused(data, tmp
     ):
         with pytest.raises(ValueError, match=r"edited.py:build no longer computes what it did.* differ by \d+%"):
             use()
+    code.write_text(
+        SOURCE.replace(
+            "return nn.Sequential(\n        nn.Conv2d(3, 6, 3, stride=2, b",
+            "return PairOutsideTraining(\n        nn.Conv2d(3, 6, 3, stride=2, b",
+        )
+    )
+    with pytest.raises(ValueError, match=r"its output has another form"):
+        bn.load(tmp_path / "run", trust=True)
     code.write_text(SOURCE)
     assert train_small(data, tmp_path / "run", recipe).steps == 12
 

@@ -19,14 +19,14 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from hashlib import sha256
-from inspect import Parameter, Signature, signature
+from inspect import Parameter, Signature
 from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .kinds import is_quiet, is_watched
+from .kinds import is_quiet, is_watched, signature_of
 from .patterns import Fusion
 from .questions import stand_in
 
@@ -164,7 +164,7 @@ class _Signature:
     """A forward's parameters as source code: how they are declared, and how they are passed on."""
 
     def __init__(self, forward: Callable[..., Any]) -> None:
-        (first, *parameters) = signature(forward, follow_wrapped=False).parameters.values()
+        (first, *parameters) = signature_of(forward).parameters.values()
         self.defaults = {f"_default_{p.name}": p.default for p in parameters if p.default is not Parameter.empty}
         declared = [first.replace(name="self", annotation=Parameter.empty)]
         self.passed = "self"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import Parameter, Signature, signature
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -140,3 +142,14 @@ def despite_global_hooks() -> Iterator[None]:
         yield
     finally:
         _unwatched = before
+
+
+def signature_of(forward: Any) -> Signature:
+    """Return the signature of a forward; a decorator's wrapper with (*args, **kwargs) takes what it wraps takes."""
+    while True:
+        own = signature(forward, follow_wrapped=False)
+        if [p.kind for p in own.parameters.values()] != [Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD]:
+            return own
+        if not hasattr(forward, "__wrapped__"):
+            return own
+        forward = forward.__wrapped__

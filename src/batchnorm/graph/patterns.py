@@ -262,9 +262,20 @@ class Matcher:
         return None
 
     def _is_written_after(self, node: fx.Node, x: fx.Node) -> bool:
-        root = self._root(x)
         later = (n for n in self.graph.nodes if self._order[n] > self._order[node] and self._may_write(n))
-        return any(self._root(given) is root for n in later for given in n.all_input_nodes)
+        base = self._base(x)
+        return any(self._base(given) is base for n in later for given in n.all_input_nodes)
+
+    def _base(self, node: fx.Node) -> fx.Node:
+        """Return the node that created the memory of ``node``, which may be a view of that node's tensor."""
+        while True:
+            same: object = self._same_tensor(node)
+            views = node.op in ("call_function", "call_method") and not self._is_new(node)
+            if same is None and views and node.target not in {*SUMS, *SUM_METHODS, *FUNCTIONS, *METHODS}:
+                same = node.args[0] if node.args else None
+            if not isinstance(same, fx.Node):
+                return node
+            node = same
 
     def _activation_after(self, node: fx.Node) -> tuple[fx.Node | None, Activation, tuple[fx.Node, ...]]:
         """Find the activation after a node, if nothing else reads the node's value.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from inspect import signature
+from inspect import Parameter
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -30,7 +30,7 @@ from .generated import (
     pattern_of,
     recording_variants,
 )
-from .kinds import despite_global_hooks, has_hooks, keeps_torch_forward
+from .kinds import despite_global_hooks, has_hooks, keeps_torch_forward, signature_of
 from .patterns import Fusion, Match, Matcher, fuse_modules_, may_write_its_input
 from .symbolic import Spies, Traced, Untraceable, trace_forward
 
@@ -157,7 +157,7 @@ def arguments_in(
 
     def note(path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         try:
-            bound = signature(type(module).forward, follow_wrapped=False).bind(module, *args, **kwargs)
+            bound = signature_of(type(module).forward).bind(module, *args, **kwargs)
             bound.apply_defaults()
             (_, *given) = bound.arguments.items()
             seen: dict[int, torch.Tensor] = {}
@@ -182,8 +182,10 @@ def _has_code(module: nn.Module) -> bool:
         return False  # remove_parametrizations deletes a property of the module's class, which must not be a subclass
     own = bool(module._modules) or not keeps_torch_forward(module)
     forward = type(module).forward
-    # A wrapper such as the one of torch.no_grad() has no parameter for the module.
-    return own and isinstance(forward, FunctionType) and forward.__code__.co_argcount > 0
+    if not (own and isinstance(forward, FunctionType)):
+        return False
+    first = next(iter(signature_of(forward).parameters.values()), None)
+    return first is not None and first.kind is not Parameter.VAR_POSITIONAL
 
 
 class _Worker:

@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cache
-from inspect import Parameter, signature
+from inspect import Parameter
 from threading import get_ident
 from types import CodeType, FrameType, FunctionType
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ from torch.fx.proxy import Attribute
 from torch.overrides import TorchFunctionMode
 
 from ..network_copy import changed
-from .kinds import IN_PLACE, returns_its_input
+from .kinds import IN_PLACE, returns_its_input, signature_of
 from .patterns import exactly
 from .questions import Given, Unanswerable, ask, follow, larger_batch
 from .references import returns_a_tensor
@@ -222,7 +222,7 @@ def _entry(forward: Callable[..., Any], arguments: dict[str, Any]) -> tuple[Func
         return name
 
     args = kwargs = ""
-    for p in signature(forward, follow_wrapped=False).parameters.values():
+    for p in signature_of(forward).parameters.values():
         if p.name in arguments:
             text = spell(arguments[p.name], f"a_{p.name}", p.name)
             if p.kind in (Parameter.KEYWORD_ONLY, Parameter.VAR_KEYWORD):

@@ -255,6 +255,7 @@ def _run(net: nn.Module, example: Any, forward: network_call.Forward | None) -> 
         raise
 
 
+@torch.inference_mode(False)
 def _substitutes(
     net: nn.Module, graph: Graph, plan: FoldPlan, fused: dict[nn.Module, nn.Module]
 ) -> dict[nn.Module, nn.Module]:

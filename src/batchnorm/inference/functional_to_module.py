@@ -25,7 +25,7 @@ from torch.nn.modules.batchnorm import _BatchNorm as TorchBatchNorm
 
 from .. import network_call
 from ..graph.generated import by_name, scope_of
-from ..graph.kinds import is_affine, keeps_torch_forward
+from ..graph.kinds import is_affine, keeps_torch_forward, signature_of
 from ..graph.symbolic import Untraceable, is_machinery, matches_sequences, refuse_texts
 from ..layers import BatchNorm
 from ..network_copy import changed, plain_attributes, private_copy, run_copy
@@ -277,7 +277,7 @@ def _trace_forward_(module: nn.Module, inside: set[nn.Module], calls: list[Any])
         return
     if "forward" in vars(module):
         raise ValueError("its forward was replaced on the instance")
-    if signature(type(module).forward) != signature(type(module).forward, follow_wrapped=False):
+    if signature(type(module).forward) != signature_of(type(module).forward):
         raise ValueError("its forward is decorated with a function that takes other arguments")
     fixed = _fixed_arguments(module, calls)
     twin = private_copy(module)

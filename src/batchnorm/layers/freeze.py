@@ -35,13 +35,14 @@ def freeze_(net: Network, *, statistics: bool = True, affine: bool = True) -> Ne
 
     Beyond the paper: fine-tuning with fixed statistics.
     """
-    layers = list(_layers(net, "freeze"))
+    check_network(net)
     scripted = [name for name, m in net.named_modules() if is_scripted_norm(m, that_updates=True)]
     if scripted and statistics:
         raise ValueError(
             f"cannot freeze {', '.join(scripted)}: it is scripted, and train() would unfreeze it; use the original,"
             " unscripted module, or pass the other layers to freeze_ one by one"
         )
+    layers = list(_layers(net, "freeze"))
     for name, layer in layers:
         if statistics and layer.running_mean is None:
             raise ValueError(
@@ -122,5 +123,5 @@ def _layers(net: nn.Module, verb: str) -> Iterator[tuple[str, BatchNorm]]:
             " refuses a layer, net.report says why"
         )
     if not found:
-        raise ValueError(f"nothing to {verb}: the network has no batch normalization layers")
+        raise ValueError(f"nothing to {verb}: the network has no batch normalization layers of this library")
     return ((name, m) for name, m in found if isinstance(m, BatchNorm))

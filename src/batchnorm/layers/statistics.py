@@ -114,7 +114,8 @@ class Ghost:
                 y = ops.normalize(piece, running.mean, running.var, gamma, beta, eps, **given)
             outputs.append(y)
             moments.append(m)
-        with torch.autocast(x.device.type, enabled=False):  # on a CPU, bf16 autocast rejects float16 tensors in cat
+        kind = x.device.type if torch.amp.is_autocast_available(x.device.type) else "cpu"
+        with torch.autocast(kind, enabled=False):  # on a CPU, bf16 autocast rejects float16 tensors in cat
             return torch.cat(outputs), _average(moments)
 
     def groups(self, x: Tensor, feature_dims: int) -> int:

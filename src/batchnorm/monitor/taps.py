@@ -81,7 +81,8 @@ class Taps:
         self._handles.callback(handle.remove)
 
     def _remember(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-        self._normalized.append((output, _version(output), _input(args, kwargs)))
+        if isinstance(output, Tensor):
+            self._normalized.append((output, _version(output), _input(args, kwargs)))
 
     def _nonlinearity(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         z = _input(args, kwargs)

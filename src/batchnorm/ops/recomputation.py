@@ -199,7 +199,7 @@ class Registry:
         # is the recipe's key in the dict.
         self.recipes = {at: recipe for at, recipe in self.recipes.items() if not recipe.storage.expired()}
         # Copy gamma and beta: FSDP2 may have freed the parameters when a later layer's backward pass recomputes y.
-        copies = [v.detach().clone() if v is not None and v.dim() == 1 else v for v in sources]
+        copies = [v.detach().clone() if v is not None and v.dim() == 1 < y.dim() else v for v in sources]
         recipe = Recomputed(y, again, [None if v is None else self.keep(v) for v in copies])
         self.recipes[_address(y)] = recipe
         kept = self.waiting.pop(_address(y), None)

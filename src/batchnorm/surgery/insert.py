@@ -143,6 +143,7 @@ def _select(candidates: Iterable[Candidate], where: Where | None) -> tuple[list[
     return places, list(dict.fromkeys(sites))
 
 
+@torch.inference_mode(False)
 def _norm(place: Place, per_activation: bool) -> BatchNorm:
     features = place.features(per_activation)
     like = next(place.affine.parameters(), torch.empty(0))
