@@ -282,3 +282,89 @@ def test_a_full_disk_is_named_as_the_reason(tmp_path, name):
         bn.export(net, torch.randn(2, 100), path)
     assert error.value.filename == str(path)
     assert not [*tmp_path.iterdir()]
+
+
+class Counting(nn.Module):
+    """Multiply by the number of calls, which is kept in a buffer or in a Python number."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(3, 4), nn.BatchNorm1d(4)
+        self.register_buffer("buffer", torch.zeros(()))
+        self.kind, self.number = kind, 0
+
+    def forward(self, x):
+        if self.kind == "buffer":
+            self.buffer += 1
+        else:
+            self.number += 1
+        return self.norm(self.linear(x)) * (self.buffer + self.number)
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+@pytest.mark.parametrize(("name", "kind"), [("net.onnx", "buffer"), ("net.onnx", "number"), ("net.pt2", "number")])
+def test_a_file_that_forgets_what_the_network_keeps_is_not_written(tmp_path, name, kind, dynamic):
+    with pytest.raises(ValueError, match="forward keeps values for its next call"):
+        bn.export(scramble_(Counting(kind)).eval(), torch.randn(4, 3), tmp_path / name, dynamic_batch=dynamic)
+    assert not list(tmp_path.iterdir())
+
+
+def test_buffers_that_the_forward_changes_are_in_a_pt2_file(tmp_path):
+    net, x = scramble_(Counting("buffer")).eval(), torch.randn(4, 3)
+    assert bn.export(net, x, tmp_path / "net.pt2").batch_sizes == (1, 2, 3, 4, 16)
+    program = torch.export.load(tmp_path / "net.pt2").module()
+    for _ in range(3):
+        torch.testing.assert_close(program(x), net(x))
+
+
+def test_one_output_that_amplifies_rounding_does_not_excuse_another(tmp_path):
+    def code(n, x):
+        y = n.norm(n.conv(x))
+        return (y * 0.1 if x.shape[0] > 8 else y), y.argmax(1)  # in half precision, rounding changes some classes
+
+    net = scramble_(Coded(code, conv=nn.Conv2d(3, 4, 3), norm=nn.BatchNorm2d(4))).eval().half()
+    with pytest.raises(ValueError, match="on a batch of 16 differs"):
+        bn.export(net, torch.randn(4, 3, 64, 64).half(), tmp_path / "net.onnx")
+
+
+def test_onnx_too_refuses_a_fixed_batch(tmp_path):
+    net = returning(lambda y: y.reshape(2, 4))
+    with pytest.raises(ValueError, match="accepts no other batch size than 2"):
+        bn.export(net, torch.randn(2, 3), tmp_path / "net.onnx")
+    assert not list(tmp_path.iterdir())
+    bn.export(net, torch.randn(2, 3), tmp_path / "net.onnx", dynamic_batch=False)
+
+
+class Items(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(3, 4), nn.BatchNorm1d(4)
+
+    def forward(self, items):
+        return self.norm(self.linear(items["x"])) * items["scale"]
+
+
+class Starred(Items):
+    def forward(self, *inputs):
+        return self.norm(self.linear(inputs[0]))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_unusual_signatures(tmp_path, name):
+    items = {"x": torch.randn(4, 3), "scale": torch.randn(1, 4)}
+    for net, example in ((Items(), (items, "labels")), (Starred(), torch.randn(4, 3))):
+        done = bn.export(scramble_(net).eval(), example, tmp_path / name)
+        assert done.batch_sizes == (1, 2, 3, 4, 16)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_symbolic_link_is_kept(tmp_path, name):
+    (tmp_path / name).symlink_to(f"version-1-{name}")
+    bn.export(scramble_(Residual()).eval(), torch.randn(2, 3, 8, 8), tmp_path / name)
+    assert (tmp_path / name).is_symlink()
+    assert (tmp_path / f"version-1-{name}").stat().st_size > 0
+
+
+def test_metadata_that_are_not_strings_are_named(tmp_path):
+    with pytest.raises(TypeError, match="'size' maps to 224"):
+        bn.export(Residual().eval(), torch.randn(2, 3, 8, 8), tmp_path / "net.pt2", metadata={"size": 224})

@@ -430,3 +430,12 @@ def test_a_graph_module_child_with_a_functional_batch_norm():
     folded = check(nn.Sequential(fx.symbolic_trace(Functional().eval())))
     assert isinstance(folded[0], fx.GraphModule)
     assert [site.action for site in folded.report] == ["folded into '0.functional_conv2d'", "folded into '0.conv'"]
+
+
+def test_a_network_that_was_traced_as_a_whole_can_be_saved(tmp_path):
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+    folded = check(net, traced=True)
+    torch.save(folded, tmp_path / "net.pt")
+    x = image().double()
+    for copied in (torch.load(tmp_path / "net.pt", weights_only=False), pickle.loads(pickle.dumps(folded))):
+        torch.testing.assert_close(copied(x), folded(x))

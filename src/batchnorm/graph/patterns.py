@@ -263,10 +263,10 @@ class Matcher:
 
     def _is_written_after(self, node: fx.Node, x: fx.Node) -> bool:
         later = (n for n in self.graph.nodes if self._order[n] > self._order[node] and self._may_write(n))
-        base = self._base(x)
-        return any(self._base(given) is base for n in later for given in n.all_input_nodes)
+        owner = self._owner(x)
+        return any(self._owner(given) is owner for n in later for given in n.all_input_nodes)
 
-    def _base(self, node: fx.Node) -> fx.Node:
+    def _owner(self, node: fx.Node) -> fx.Node:
         """Return the node that created the memory of ``node``, which may be a view of that node's tensor."""
         while True:
             same: object = self._same_tensor(node)

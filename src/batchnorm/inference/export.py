@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import io
 import logging
 import os
@@ -20,11 +21,11 @@ from torch import Tensor, nn
 
 from .. import network_call
 from ..change_report import VerbReport
-from ..network_copy import outputs, relative, relative_error, require_numbers
+from ..network_copy import isolated, outputs, private_copy, relative, require_numbers, restored
 from ..optional_packages import MissingExtraError, check_installed, require
 from ..progress import Steps
 from ..results import check_writable
-from ..verify import rounding
+from ..verify import roundings
 from .fold import READS_VALUES, fold_with_report, warn_of_left
 
 FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -109,12 +110,16 @@ def export(
     if not isinstance(path, str | os.PathLike):
         raise TypeError(f"path must be a file name, not {type(path).__name__}: call export(net, example, path)")
     path = Path(path)
+    for key, value in (metadata or {}).items():
+        if not (isinstance(key, str) and isinstance(value, str)):
+            raise TypeError(f"metadata must map strings to strings, but {key!r} maps to {value!r}")
     formats: dict[str, tuple[Writer, Loader]] = {".onnx": (_write_onnx, _load_onnx), ".pt2": (_write_pt2, _load_pt2)}
     if path.suffix not in formats:
         raise ValueError(f"cannot tell the format from '{path.name}': the name must end in .onnx or .pt2")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"cannot write {path.name}: the folder '{path.parent}' does not exist")
-    check_writable(path)
+    goal = path.resolve() if path.is_symlink() else path  # replace the file that a symbolic link refers to
+    if not goal.parent.is_dir():
+        raise FileNotFoundError(f"cannot write {path.name}: the folder '{goal.parent}' does not exist")
+    check_writable(goal)
     if path.suffix == ".onnx":
         check_installed("onnx", "onnxscript", "onnxruntime")
     if net.training:
@@ -127,13 +132,13 @@ def export(
     warn_of_left(report)
     # Copy the example, because it may be a view of a data set, and torch.export saves the whole storage of its example.
     example = network_call.copy_for(folded, example)
-    limit = rounding(folded, example) + (report.relative_error or 0.0) if tolerance is None else tolerance
+    limits = _limits(net, folded, example, tolerance)
     own_size = _batch_size(example)
     traced_size = 2 if dynamic_batch and own_size == 1 else own_size  # exporters treat a dimension of 1 as fixed
     traced = example if traced_size == own_size else _resized(example, traced_size)
     write, load = formats[path.suffix]
-    with Steps("export", total=2) as step, tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        draft = Path(folder) / path.name
+    with Steps("export", total=2) as step, tempfile.TemporaryDirectory(dir=goal.parent) as folder:
+        draft = Path(folder) / goal.name
         step("writing the file")
         try:
             with torch.no_grad(), warnings.catch_warnings(), _without_import_warnings():
@@ -155,25 +160,37 @@ def export(
             why = str(cause).partition("\n")[0] or type(cause).__name__  # torch adds many lines of debugging advice
             raise ValueError(f"torch cannot export this network to {path.suffix}{hint}: {why}") from failure
         step("running the file")
-        errors = _errors(net, run, example, _other_sizes(example) if dynamic_batch else [])
+        others = _other_sizes(example) if dynamic_batch else []
+        found = _errors(net, run, example, others)
+        errors = {size: max(each) for size, each in found.items()}
         if path.suffix == ".onnx" and max(errors.values()) == inf:
             _require_tensors(outputs(folded, example))
-        for size, error in errors.items():
-            if not error <= limit:
+        for size, each in found.items():
+            error, limit = max(zip(each, limits, strict=False), key=lambda pair: pair[0] - pair[1])
+            if len(each) != len(limits) or not error <= limit:
                 branch = "The network may depend on the batch size: export one file per size with dynamic_batch=False"
                 raise ValueError(
                     f"the exported file's output on a batch of {size} differs from the network's by {error:.2e}"
                     f" (relative), more than {limit:.0e}. Nothing was written."
                     f" {branch if size != traced_size else 'To accept this error, pass a larger tolerance='}"
                 )
+        if others and len(errors) == 1:
+            raise ValueError(
+                f"the network accepts no other batch size than {own_size} (tried {', '.join(map(str, others))}), so it"
+                " cannot be checked that the file accepts others. Nothing was written. To write a file for this batch"
+                " size only, pass dynamic_batch=False"
+            )
+        _check_state(net, run, example, limits)
         written = sum(file.stat().st_size for file in Path(folder).iterdir())
         for file in Path(folder).iterdir():
-            os.replace(file, path.parent / file.name)
+            os.replace(file, goal.parent / file.name)
     return Exported(path, max(errors.values()), tuple(sorted(errors)), report, (_bytes(net), _bytes(folded), written))
 
 
 Writer = Callable[[nn.Module, Any, Path, bool, dict[str, str]], None]
-Loader = Callable[[Path], Callable[[Any], Any]]
+Run = Callable[..., Any]
+"""A function that runs a file on batches, in a row and from the file's initial state, and returns the last output."""
+Loader = Callable[[Path], Run]
 
 
 def _first_cause(error: BaseException) -> BaseException:
@@ -192,10 +209,44 @@ def _require_tensors(output: Any) -> None:
             )
 
 
-def _errors(net: nn.Module, run: Callable[[Any], Any], example: Any, others: list[int]) -> dict[int, float]:
-    """Return the relative error of a file's outputs for each batch size that the network accepts."""
+def _limits(net: nn.Module, folded: nn.Module, example: Any, tolerance: float | None) -> list[float]:
+    """Return the relative error to accept for each output, so that one sensitive output does not excuse the others."""
+    old, new = (network_call.tensors_in(outputs(n, example, training=False)) for n in (net, folded))
+    if tolerance is not None:
+        return [tolerance] * len(old)
+    return [a + relative(x, y) for a, x, y in zip(roundings(folded, example), new, old, strict=True)]
+
+
+def _check_state(net: nn.Module, run: Run, example: Any, limits: list[float]) -> None:
+    """Raise ValueError if a second call in a row returns something else in the file than in the network."""
+    twin = private_copy(net).eval()
+    calls = []
+    with isolated(net, twin):
+        for _ in range(2):
+            output = network_call.call(twin, network_call.copy_for(net, example))
+            calls.append([t.clone() for t in _on_cpu(output)])
+    first, second = calls
+    again = _on_cpu(run(example, example))
+    same = [t.shape for t in again] == [t.shape for t in second]
+    if same and all(relative(a, b) <= e for a, b, e in zip(again, second, limits, strict=True)):
+        return
+    if [t.shape for t in first] == [t.shape for t in second] and all(map(torch.equal, first, second)):
+        what = "the file's second call returns something else than its first"
+    else:
+        what = "the network's forward keeps values for its next call (in buffers, attributes or lists)"
+    raise ValueError(
+        f"{what}, which the exported file does not reproduce. Nothing was written. Take these values as inputs and"
+        " return them as outputs; a .pt2 file can also keep them in buffers"
+    )
+
+
+def _errors(net: nn.Module, run: Run, example: Any, others: list[int]) -> dict[int, list[float]]:
+    """Return the relative error of each of a file's outputs, for each batch size that the network accepts."""
     expected = _on_cpu(outputs(net, example, training=False))
-    found = {_batch_size(example): relative_error(_outputs_of(run, example), expected)}
+    require_numbers(expected)
+    new = _outputs_of(run, example)
+    same = [t.shape for t in new] == [t.shape for t in expected]
+    found = {_batch_size(example): [relative(a, b) for a, b in zip(new, expected, strict=True)] if same else [inf]}
     scales = [_largest(t) for t in expected]
     for size in others:
         batch = _resized(example, size)
@@ -204,11 +255,11 @@ def _errors(net: nn.Module, run: Callable[[Any], Any], example: Any, others: lis
             require_numbers(expected)
         except Exception:
             continue
-        found[size] = _scaled_error(_outputs_of(run, batch), expected, scales)
+        found[size] = _scaled_errors(_outputs_of(run, batch), expected, scales)
     return found
 
 
-def _outputs_of(run: Callable[[Any], Any], batch: Any) -> list[Tensor]:
+def _outputs_of(run: Run, batch: Any) -> list[Tensor]:
     try:
         return _on_cpu(run(batch))
     except Exception as failure:
@@ -219,15 +270,15 @@ def _outputs_of(run: Callable[[Any], Any], batch: Any) -> list[Tensor]:
         ) from failure
 
 
-def _scaled_error(new: list[Tensor], old: list[Tensor], scales: list[float]) -> float:
-    """Return the error relative to the largest output on this batch or on the example, whichever is larger."""
+def _scaled_errors(new: list[Tensor], old: list[Tensor], scales: list[float]) -> list[float]:
+    """Return each output's error, relative to its largest value on this batch or on the example."""
     if [t.shape for t in new] != [t.shape for t in old] or len(old) != len(scales):
-        return inf
+        return [inf]
     errors = []
     for a, b, scale in zip(new, old, scales, strict=True):
         here = _largest(b)
         errors.append(relative(a, b) * (here or 1.0) / (max(here, scale) or 1.0))
-    return max(errors)
+    return errors
 
 
 def _largest(t: Tensor) -> float:
@@ -268,20 +319,22 @@ def _without_import_warnings() -> Iterator[None]:
 
 def _write_pt2(net: nn.Module, example: Any, path: Path, dynamic: bool, metadata: dict[str, str]) -> None:
     args, kwargs = network_call.arguments(example)
-    program = torch.export.export(net, args, kwargs, dynamic_shapes=_shapes(args, kwargs, dynamic))
+    program = torch.export.export(net, args, kwargs, dynamic_shapes=_shapes(net, args, kwargs, dynamic))
     content = io.BytesIO()  # torch ends the process if it cannot write to a file
     torch.export.save(program, content, extra_files=metadata)
     path.write_bytes(content.getbuffer())
 
 
-def _load_pt2(path: Path) -> Callable[[Any], Any]:
+def _load_pt2(path: Path) -> Run:
     with warnings.catch_warnings(), torch.device("cpu"):  # torch.export.load needs the CPU as the default device
         warnings.filterwarnings("ignore", "The given buffer is not writable")  # torch 2.11 warns about its own code
         program = torch.export.load(path).module()
 
-    def run(batch: Any) -> Any:
-        with torch.no_grad():
-            return network_call.call(program, batch)
+    def run(*batches: Any) -> Any:
+        with torch.no_grad(), restored(program):
+            for batch in batches:
+                out = network_call.call(program, batch)
+            return [t.clone() for t in network_call.tensors_in(out)]  # an output may be a buffer
 
     return run
 
@@ -289,13 +342,17 @@ def _load_pt2(path: Path) -> Callable[[Any], Any]:
 def _write_onnx(net: nn.Module, example: Any, path: Path, dynamic: bool, metadata: dict[str, str]) -> None:
     require("onnxscript", "export")
     args, kwargs = network_call.arguments(example)
+    if args and isinstance(args[-1], dict):
+        # Without keyword arguments, torch would take a dict at the end of `args` for them.
+        kwargs = {next(iter(inspect.signature(net.forward).parameters)): args[0]}
+        args = ()
     torch.onnx.export(
         net,
         args,
         str(path),
         kwargs=kwargs,
         dynamo=True,
-        dynamic_shapes=_shapes(args, kwargs, dynamic),
+        dynamic_shapes=_shapes(net, args, kwargs, dynamic),
         external_data=_bytes(net) > LARGEST_FILE,
         verbose=False,
     )
@@ -306,15 +363,15 @@ def _write_onnx(net: nn.Module, example: Any, path: Path, dynamic: bool, metadat
         onnx.save(model, str(path))
 
 
-def _load_onnx(path: Path) -> Callable[[Any], Any]:
+def _load_onnx(path: Path) -> Run:
     runtime = require("onnxruntime", "export")
     options = runtime.SessionOptions()
     options.log_severity_level = 4  # do not print errors, because they are also raised as exceptions
     session = runtime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     names = [node.name for node in session.get_inputs()]
 
-    def run(batch: Any) -> Any:
-        args, kwargs = network_call.arguments(batch)
+    def run(*batches: Any) -> Any:  # an ONNX file has no state
+        args, kwargs = network_call.arguments(batches[-1])
         given = (
             kwargs
             if set(names) <= kwargs.keys()
@@ -326,19 +383,21 @@ def _load_onnx(path: Path) -> Callable[[Any], Any]:
     return run
 
 
-def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool) -> Any:
+def _shapes(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic: bool) -> Any:
     """Return torch.export's ``dynamic_shapes`` for inputs whose first dimension varies, or None if not ``dynamic``.
 
-    For inputs that are not tensors, such as flags, torch.export expects None.
+    For inputs that are not tensors, such as flags, torch.export expects None. torch.export groups the inputs by the
+    names of the arguments of ``forward``: ``*inputs`` is one tuple, and ``**inputs`` is one dict.
     """
     if not dynamic:
         return None
     batch = torch.export.Dim("batch")
 
     def shape(t: Tensor) -> Any:
-        return {0: batch} if t.dim() else None
+        return {0: batch} if t.dim() and len(t) > 1 else None  # a dimension of 1 is fixed: it may be broadcast
 
-    return network_call.map_tensors(kwargs or args, shape, lambda other: None)
+    bound = inspect.signature(net.forward).bind(*args, **kwargs).arguments
+    return network_call.map_tensors(bound, shape, lambda other: None)
 
 
 def _bytes(net: nn.Module) -> int:
@@ -355,6 +414,8 @@ def _resized(batch: Any, size: int) -> Any:
     own = _batch_size(batch)
 
     def resize(t: Tensor) -> Tensor:
-        return t[torch.arange(len(t) * size // own, device=t.device) % len(t)] if t.dim() else t
+        if not t.dim() or (len(t) == 1 and own > 1):
+            return t
+        return t[torch.arange(len(t) * size // own, device=t.device) % len(t)]
 
     return network_call.map_tensors(batch, resize)

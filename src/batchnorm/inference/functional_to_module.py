@@ -83,6 +83,7 @@ def as_graph_module(net: nn.Module) -> fx.GraphModule:
             f"torch.fx cannot trace the network ({error}); remove traced=True: without it, fold does not trace the"
             " whole network"
         ) from error
+    graph._tracer_cls = None  # unpickling creates the tracer without arguments, which works only for fx.Tracer
     traced = fx.GraphModule(net, graph)
     seen: set[str] = set()
     for node in list(graph.nodes):
