@@ -145,11 +145,8 @@ def despite_global_hooks() -> Iterator[None]:
 
 
 def signature_of(forward: Any) -> Signature:
-    """Return the signature of a forward; a decorator's wrapper with (*args, **kwargs) takes what it wraps takes."""
-    while True:
-        own = signature(forward, follow_wrapped=False)
-        if [p.kind for p in own.parameters.values()] != [Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD]:
-            return own
-        if not hasattr(forward, "__wrapped__"):
-            return own
-        forward = forward.__wrapped__
+    """Return the signature of a forward, or of the function that it wraps if its own is ``(*args, **kwargs)``."""
+    own = signature(forward, follow_wrapped=False)
+    passes_all_on = [p.kind for p in own.parameters.values()] == [Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD]
+    wrapped = getattr(forward, "__wrapped__", None)
+    return signature_of(wrapped) if passes_all_on and wrapped is not None else own
