@@ -140,9 +140,17 @@ def restored(net: nn.Module) -> Iterator[None]:
             if isinstance(m, TorchBatchNorm):
                 m.momentum = momentum
         for m, key, buffer, content in buffers:
-            with torch.no_grad():
-                buffer.copy_(content)
+            if not _is_expanded(buffer):
+                with torch.no_grad():
+                    buffer.copy_(content)
             m._buffers[key] = buffer
+
+
+def _is_expanded(t: Tensor) -> bool:
+    """Return whether several elements share memory; torch does not write to such tensors."""
+    if t.layout != torch.strided:
+        return False
+    return any(step == 0 and size > 1 for step, size in zip(t.stride(), t.shape, strict=True))
 
 
 @contextmanager

@@ -98,7 +98,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
     If ``path`` is a symbolic link, the file that it refers to is replaced, and the link is kept.
     """
-    path = path.resolve() if path.is_symlink() else path
+    path = followed(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -114,6 +114,14 @@ def write_atomically(path: Path, content: bytes) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from error  # name the result, not the temporary file
     # A rename is durable only after the folder is synced.
     sync(path.parent)
+
+
+def followed(path: Path) -> Path:
+    """Return the file that a symbolic link refers to; return any other path unchanged."""
+    try:
+        return path.resolve() if path.is_symlink() else path
+    except RuntimeError as error:  # Python 3.11 and 3.12 raise it for links that refer to each other
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from error
 
 
 def sync(path: Path) -> None:
@@ -143,7 +151,7 @@ def check_writable(path: Path | None) -> None:
     """
     if path is None:
         return
-    path = path.resolve() if path.is_symlink() else path
+    path = followed(path)
     if path.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -309,6 +309,17 @@ def test_a_file_that_forgets_what_the_network_keeps_is_not_written(tmp_path, nam
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_networks_that_write_to_their_input_and_expanded_buffers(tmp_path, name):
+    def code(n, x):
+        x.sub_(0.5).div_(0.25)
+        return n.norm(n.linear(x)) + n.expanded
+
+    net = scramble_(Coded(code, linear=nn.Linear(3, 4), norm=nn.BatchNorm1d(4))).eval()
+    net.register_buffer("expanded", torch.full((1,), 2.0).expand(4))
+    assert bn.export(net, torch.randn(4, 3), tmp_path / name).batch_sizes == (1, 2, 3, 4, 16)
+
+
 def test_buffers_that_the_forward_changes_are_in_a_pt2_file(tmp_path):
     net, x = scramble_(Counting("buffer")).eval(), torch.randn(4, 3)
     assert bn.export(net, x, tmp_path / "net.pt2").batch_sizes == (1, 2, 3, 4, 16)
@@ -363,6 +374,21 @@ def test_a_symbolic_link_is_kept(tmp_path, name):
     bn.export(scramble_(Residual()).eval(), torch.randn(2, 3, 8, 8), tmp_path / name)
     assert (tmp_path / name).is_symlink()
     assert (tmp_path / f"version-1-{name}").stat().st_size > 0
+
+
+def test_a_large_onnx_file_replaces_a_link(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules["batchnorm.inference.export"], "LARGEST_FILE", 0)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "net.onnx").symlink_to(tmp_path / "other" / "net.onnx")
+    bn.export(scramble_(Residual()).eval(), torch.randn(2, 3, 8, 8), tmp_path / "net.onnx")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["net.onnx", "net.onnx.data", "other"]
+    assert not list((tmp_path / "other").iterdir())
+
+
+def test_a_link_to_itself(tmp_path):
+    (tmp_path / "net.pt2").symlink_to(tmp_path / "net.pt2")
+    with pytest.raises(OSError, match="symbolic link"):
+        bn.export(Residual().eval(), torch.randn(2, 3, 8, 8), tmp_path / "net.pt2")
 
 
 def test_metadata_that_are_not_strings_are_named(tmp_path):

@@ -24,7 +24,7 @@ from ..change_report import VerbReport
 from ..network_copy import isolated, outputs, private_copy, relative, require_numbers, restored
 from ..optional_packages import MissingExtraError, check_installed, require
 from ..progress import Steps
-from ..results import check_writable
+from ..results import check_writable, followed
 from ..verify import roundings
 from .fold import READS_VALUES, fold_with_report, warn_of_left
 
@@ -116,7 +116,10 @@ def export(
     formats: dict[str, tuple[Writer, Loader]] = {".onnx": (_write_onnx, _load_onnx), ".pt2": (_write_pt2, _load_pt2)}
     if path.suffix not in formats:
         raise ValueError(f"cannot tell the format from '{path.name}': the name must end in .onnx or .pt2")
-    goal = path.resolve() if path.is_symlink() else path  # replace the file that a symbolic link refers to
+    # Replace the file that a symbolic link refers to. But the weights of a large ONNX file are in a second file, which
+    # must be in the folder of the link.
+    has_two_files = path.suffix == ".onnx" and _bytes(net) > LARGEST_FILE
+    goal = path if has_two_files else followed(path)
     if not goal.parent.is_dir():
         raise FileNotFoundError(f"cannot write {path.name}: the folder '{goal.parent}' does not exist")
     check_writable(goal)
@@ -221,12 +224,13 @@ def _check_state(net: nn.Module, run: Run, example: Any, limits: list[float]) ->
     """Raise ValueError if a second call in a row returns something else in the file than in the network."""
     twin = private_copy(net).eval()
     calls = []
+    # Copy the example for each call, because the network and the file may write to their input.
     with isolated(net, twin):
         for _ in range(2):
             output = network_call.call(twin, network_call.copy_for(net, example))
             calls.append([t.clone() for t in _on_cpu(output)])
     first, second = calls
-    again = _on_cpu(run(example, example))
+    again = _on_cpu(run(*(network_call.copy_for(net, example) for _ in range(2))))
     same = [t.shape for t in again] == [t.shape for t in second]
     if same and all(relative(a, b) <= e for a, b, e in zip(again, second, limits, strict=True)):
         return
@@ -387,7 +391,7 @@ def _shapes(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynam
     """Return torch.export's ``dynamic_shapes`` for inputs whose first dimension varies, or None if not ``dynamic``.
 
     For inputs that are not tensors, such as flags, torch.export expects None. torch.export groups the inputs by the
-    names of the arguments of ``forward``: ``*inputs`` is one tuple, and ``**inputs`` is one dict.
+    names of the arguments of ``forward``, so ``*inputs`` is one tuple.
     """
     if not dynamic:
         return None
